@@ -8,7 +8,6 @@
 #include <span>
 #include <vector>
 
-#include "checks.h"
 #include "life/scores.h"
 #include "radix_sort.h"
 #include "storage/id_map.h"
@@ -27,11 +26,10 @@ constexpr size_t kFewIds = size_t{1} << 18;
 
 // Sorts by key and tie word: first by the high bits of the tie words, counted from their least; then each run of equal
 // high bits, which is short, by the whole words; then by key, counted from the least key, which keeps the order of
-// equal keys.
+// equal keys. Requires fewer than 2^32 slots.
 inline std::vector<ScoredSlot> oldest_first(const std::vector<Slot>& slots, const ScoreBlocks& scores) {
   constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
   const size_t count = slots.size();
-  TORCHREC_DYN_CHECK(count < (size_t{1} << 32), "lowest_rows: expected fewer than 2^32 ids in order, got ", count, ".");
   std::vector<uint64_t> ties, places;
   std::vector<ScoredSlot> scored, ordered;
   for (auto* list : {&ties, &places}) list->reserve(count);

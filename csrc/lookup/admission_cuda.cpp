@@ -5,8 +5,8 @@
 #include "device_call.h"
 #include "lookup/admission_arguments.h"
 #include "lookup/admission_kernels.h"
-#include "lookup/scores_of_tables.h"
-#include "storage/id_map_changes_cuda.h"
+#include "lookup/sent_scores_arguments.h"
+#include "storage/id_map_changes_arguments.h"
 
 namespace torchrec_dyn {
 namespace {

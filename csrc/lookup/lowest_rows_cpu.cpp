@@ -194,6 +194,8 @@ LowestRows lowest_rows(const LowestRowsCall& call) {
   std::vector<std::vector<Slot>> found;
   for (size_t q = 0; q < questions.size(); ++q) {
     found.push_back(answer(*call.tables, questions[q], call.begins(q)));
+    TORCHREC_DYN_CHECK(!call.in_order || found[q].size() < (size_t{1} << 32), LowestRowsCall::kOp,
+                       ": expected fewer than 2^32 ids in order, got ", found[q].size(), ".");
     offset[q + 1] = offset[q] + static_cast<int64_t>(found[q].size());
   }
   const int64_t count = offset[questions.size()];

@@ -7,7 +7,7 @@
 #include "life/lowest_scores_kernels.h"
 #include "lookup/listed_rows_kernels.h"
 #include "lookup/lowest_rows_arguments.h"
-#include "lookup/scores_of_tables.h"
+#include "lookup/sent_scores_arguments.h"
 
 namespace torchrec_dyn {
 namespace {

@@ -4,9 +4,9 @@
 #include "device_call.h"
 #include "lookup/row_changes_arguments.h"
 #include "lookup/row_changes_kernels.h"
-#include "lookup/scores_of_tables.h"
+#include "lookup/sent_scores_arguments.h"
 #include "sent_lists.h"
-#include "storage/id_map_changes_cuda.h"
+#include "storage/id_map_changes_arguments.h"
 #include "storage/row_store_kernels.h"
 
 namespace torchrec_dyn {

@@ -2,7 +2,7 @@
 #include <tuple>
 
 #include "device_call.h"
-#include "lookup/scores_of_tables.h"
+#include "lookup/sent_scores_arguments.h"
 #include "lookup/table_scores_arguments.h"
 #include "lookup/table_scores_kernels.h"
 

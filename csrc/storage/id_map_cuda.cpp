@@ -8,7 +8,7 @@
 #include "device_call.h"
 #include "kernel.h"
 #include "storage/id_map_arguments.h"
-#include "storage/id_map_changes_cuda.h"
+#include "storage/id_map_changes_arguments.h"
 #include "storage/id_map_kernels.h"
 
 namespace torchrec_dyn {

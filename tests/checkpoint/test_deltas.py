@@ -148,8 +148,7 @@ def test_a_copy_that_trained_on_its_own(run, name):
 
 
 def drop_a_counter(model):
-    waiting = model.tables()["lru"].life.waiting
-    waiting.drop(waiting.drop_of(ids_of(1, 3)))
+    model.tables()["lru"].life.waiting.removal(ids_of(1, 3)).commit()
 
 
 def test_another_step_clock_or_counter(run):

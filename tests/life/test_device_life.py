@@ -72,7 +72,7 @@ def test_the_same_calls_give_the_same_tables(lives, program):
 
 
 # What the host waits for in a step that evicts or counts: counts of absent ids; the number of new ids; how
-# many are admitted; which listed rows have not been seen since, and so expire or are evicted; the lowest counts.
+# many are admitted; which listed rows have not been seen since, and so expire or are evicted; low counts.
 ABSENT, NEW, ADMITTED, LISTED = "find_and_pool", "collect_new", "admit", "choose_listed"
 WAITS = {
     ("none", "all"): [ABSENT, NEW],

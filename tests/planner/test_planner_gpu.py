@@ -106,7 +106,7 @@ def test_a_table_in_ranges_commits_what_its_parts_cost(monkeypatch):
         (committed(table.weights), size.weights),
         (sum(map(committed, table.states)), size.optimizer_state),
         (committed(table.life.scores.store), size.scores),
-        (committed(waiting._scores.store), size.counters - most_slots(900) * SLOT_BYTES),
+        (committed(waiting.scores.store), size.counters - most_slots(900) * SLOT_BYTES),
     ]:
         assert held <= price <= 1.3 * held + 2 * PAGE
 

@@ -190,6 +190,7 @@ KNOWS_TORCH = {
     "struct_kernel.h",
     "lookup/prepared_tables.h",
     "lookup/pooling_cpu.h",
+    "storage/id_map_changes_cpu.h",
     "lookup/pooling_cuda.h",
     "storage/find_rows_cpu.h",
     "storage/initial_writes_cpu.h",

@@ -107,7 +107,7 @@ def test_every_map_draws_a_key() -> None:
     table = dyn.DynamicEmbeddingBagCollection(CONFIG, dynamic={"t": WAITING}, fused_params=LEARNING)
     saved = table.state_dict()
     keys = [IdMap().key for _ in range(5)]
-    keys += [AdmissionCounters(5, torch.device("cpu")).id_map.key for _ in range(5)]
+    keys += [AdmissionCounters(5, torch.device("cpu"), None).id_map.key for _ in range(5)]
     shard = table.table("t").shards[0]
     keys += [shard.id_map.key, shard.life.waiting.id_map.key]
     table.load_state_dict(saved)

@@ -1,8 +1,8 @@
 """Admission: which ids without a row get one, and the counts of waiting ids (`AdmitAfter`).
 
-The rules of all tables are decided by one op (csrc/life/admission.h). The draw of `AdmitWithProbability` for an
-id at a step is a pure function of the table's key, the id and the step, so every column shard and every run
-decides the same. Chances are made by multiplications alone: `pow` may differ in its last bit.
+One op decides for all tables (csrc/life/admission.h). The draw of `AdmitWithProbability` for an id at a step
+is a pure function of the table's key, the id and the step, so every column shard and every run decides the
+same. Chances are made by multiplications alone: `pow` may differ in its last bit.
 
 Legend: T tables, M ids, Q waiting ids.
 """
@@ -290,7 +290,8 @@ class CounterTables:
     def __init__(self, counters: Mapping[int, AdmissionCounters], count: int) -> None:
         self.counters, self._count = counters, count
         device = next((own.id_map.slots.device for own in counters.values()), None)
-        maps = [counters[t].id_map if t in counters else IdMap(device=device) for t in range(count)]
+        no_map = IdMap(device=device)
+        maps = [counters[t].id_map if t in counters else no_map for t in range(count)]
         scores = [counters[t].scores if t in counters else None for t in range(count)]
         self._prepared = ScoredMaps(maps, scores)
 
@@ -313,10 +314,10 @@ class AdmissionRules:
     def __init__(self, rules: Sequence[AdmissionRule]) -> None:
         self._rules = rules
         self._fixed = host_numbers([rule.numbers(0) for rule in rules])
-        self._squares = torch.tensor(
-            [rule.squares for rule in rules], dtype=torch.float64, device="cpu"
-        )
+        self._squares = torch.ones(len(rules), _SQUARES, dtype=torch.float64, device="cpu")
         self._drawn = [t for t, rule in enumerate(rules) if rule.draws]
+        for t in self._drawn:
+            self._squares[t] = torch.tensor(rules[t].squares, dtype=torch.float64, device="cpu")
 
     def admit(
         self,

@@ -1,7 +1,7 @@
 """ListedRows: rows of one table by age, listed in advance, so that searches over all rows are rare.
 
-A listed row that was seen or removed after the search has another `last_seen` than before and is skipped. Rows
-added or seen later are newer than all listed rows, so the front of the list is the front of the table.
+A listed row that was seen or removed after the search has another `last_seen` than before and is skipped.
+Rows added or seen later are newer than all listed rows, so the front of the list is the front of the table.
 """
 
 from __future__ import annotations

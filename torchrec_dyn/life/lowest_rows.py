@@ -8,6 +8,7 @@ Legend: M rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ def list_rows(listings: Sequence[Listing], like: Tensor, handle: Tensor) -> None
     questions = host_numbers([(one.table, one.high, 0, one.before, one.most) for one in listings])
     ids, rows, last_seen, offsets = ops.lowest_rows(like, questions, None, True, handle)
     ends, seen_at = offsets.tolist(), to_host(last_seen).numpy()
-    for one, begin, end in zip(listings, ends, ends[1:], strict=False):
+    for one, (begin, end) in zip(listings, pairwise(ends), strict=True):
         # Rows assigned at `before` itself are last and left out: more such rows may be assigned later.
         end = begin + int(seen_at[begin:end].searchsorted(one.before))
         own = slice(begin, end)
@@ -112,7 +113,7 @@ def expired_rows(
         return Chosen(like[:0], like[:0], {})
     ids, rows, offsets, _ = ops.choose_listed(*_arguments(spans), handle)
     ends = offsets.tolist()
-    sizes = (end - begin for begin, end in zip(ends, ends[1:], strict=False))
+    sizes = (end - begin for begin, end in pairwise(ends))
     return Chosen(ids, rows, dict(zip((table for table, _, _ in due), sizes, strict=True)))
 
 

@@ -140,7 +140,7 @@ class RowLife:
         return True
 
     def drop_expired(self, step: int) -> None:
-        """Drops the rows and counters expired at `step` from the candidates, after they were removed."""
+        """Drops the rows and counters expired at `step` from their lists, after they were removed."""
         self.is_unscored = False
         if self.waiting is not None and self.waiting.age_limit is not None:
             self.waiting.age_limit.drop_expired(step, self.clock)
@@ -248,7 +248,7 @@ class RowLife:
         return made
 
     def forget_listed(self) -> None:
-        """Drops the listed candidates. Call it after scores or counters were replaced outside a step."""
+        """Drops the listed rows. Call it after scores or counters were replaced outside a step."""
         TABLES.renew()  # groups look at the table again
         self._listed = ListedRows(self._device)
         if self.waiting is not None:

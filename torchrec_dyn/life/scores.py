@@ -52,7 +52,7 @@ _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
 class ScoredMaps:
-    """The maps and scores of T tables as ops take them, prepared again when they have other slots or blocks."""
+    """The maps and scores of T tables as ops take them, prepared again when slots or blocks have changed."""
 
     def __init__(self, maps: Sequence[IdMap], scores: Sequence[Scores | None]) -> None:
         self._maps = MapList(maps)

@@ -35,6 +35,7 @@ from torchrec_dyn.storage import (
     TABLES,
     ChangeLog,
     RowNumbers,
+    host_numbers,
 )
 from torchrec_dyn.table import (
     Counted,
@@ -116,18 +117,16 @@ class TrainedTables:
         self.lives = lives
         self.counting = {t: own.waiting for t, own in lives.items() if own.waiting is not None}
         self.counters = CounterTables(self.counting, count)
-        rules = [NO_ID] * count
-        for t, table in tables.items():
-            rules[t] = EVERY_ID if table.life is None else table.life.rule
-        self._rules = AdmissionRules(rules)
-        steps, limits = [0] * count, [_NO_LIMIT] * count
-        for t, table in tables.items():
-            steps[t] = table.own.step
-            if t in lives and lives[t].replaces:
-                limits[t] = table.row_limit
-        self.first_steps = torch.tensor(steps, device="cpu")
-        self.row_limits, self.least_limit = torch.tensor(limits, device="cpu"), min(limits)
+        own = {
+            t: EVERY_ID if table.life is None else table.life.rule for t, table in tables.items()
+        }
+        self._rules = AdmissionRules([own.get(t, NO_ID) for t in range(count)])
+        steps = {t: table.own.step for t, table in tables.items()}
+        self.first_steps = host_numbers([steps.get(t, 0) for t in range(count)])
         self.most_steps = max((steps[t] for t in lives), default=0)
+        limits = {t: tables[t].row_limit for t, life in lives.items() if life.replaces}
+        self.row_limits = host_numbers([limits.get(t, _NO_LIMIT) for t in range(count)])
+        self.least_limit = min(limits.values(), default=_NO_LIMIT)
         self.with_life = list(lives)
         self.decaying = [t for t, life in lives.items() if life.decays]
         self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}

@@ -16,8 +16,8 @@ An exception before 7 undoes what was written: no table has changed.
 Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
 scored in 5. So 5 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
 
-Each part is an op over all tables. A GPU's host waits in it for numbers: of the expired ids, the absent ids, the
-new ids, their admission, and the rows and counters of 5.
+Each part is an op over all tables. A GPU's host waits in it for numbers: of the expired ids, the absent ids,
+the new ids, their admission, and the rows and counters of 5.
 
 Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 
@@ -165,7 +165,7 @@ class _LifeStep:
         return found, taken
 
     def _expire(self, due: Sequence[int], written: change) -> set[int]:
-        """Removes the expired ids and counters of the tables that are `due`; returns those that lose some."""
+        """Removes expired ids and counters of tables that are `due`; returns the tables that lose some."""
         trained, tables, lives = self._trained, self._tables, self._trained.lives
         for t in due:
             if lives[t].expires_by_time and lives[t].has_missed_time():
@@ -425,7 +425,7 @@ def _num_distinct(rows: Tensor) -> Tensor:
 
 
 def _num_seen(table: TableShard, rows: Tensor) -> Tensor:
-    """Returns the number of distinct rows of a step: rows [N], of which -1 is none, and earlier ones, [] int64.
+    """Returns the number of distinct rows of a step, [] int64: of rows [N], without -1, and of earlier ones.
 
     Rows that no occurrence has scored (count 0) are not among the earlier ones: they may be evicted.
     """

@@ -186,11 +186,6 @@ class IdMap:
         for part, its_rows in zip(ids.split(most), rows.split(most), strict=True):
             insert_all([self], [part.numel()], part, its_rows)
 
-    def remove(self, ids: Tensor) -> None:
-        """Removes ids [M] int64, distinct and present."""
-        ops.erase(ids, *self.arrays())
-        self.num_ids -= ids.numel()
-
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the present ids among ids [M] int64, and their rows."""
         rows = self.lookup(ids)

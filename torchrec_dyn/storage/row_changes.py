@@ -1,7 +1,7 @@
 """Rows that come and go: removals and additions of ids with their rows, of several tables at once.
 
-A change is prepared, which changes nothing and takes all memory but that of the map, and then committed. Tables
-are prepared for the ops: their handle is that of the group, by whose numbers they are given.
+A change is prepared, which changes nothing, and then committed. Tables are given by their numbers in a group,
+whose handle is that of `ops.prepare_tables`.
 
 Legend: T tables of the group, M ids.
 """
@@ -29,7 +29,7 @@ class NumberedRows(Protocol):
 
 
 def offsets_of(sizes: Mapping[int, int], count: int) -> Tensor:
-    """Returns [T + 1] int64, where the ids of each of `count` tables begin; `sizes` by number of the table."""
+    """Returns [T + 1] int64, where the ids of each of `count` tables begin; `sizes` is by number."""
     return host_numbers([*accumulate((sizes.get(t, 0) for t in range(count)), initial=0)])
 
 

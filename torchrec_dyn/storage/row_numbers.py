@@ -79,7 +79,7 @@ class OpenForwards:
 
 
 class Allocation(NamedTuple):
-    """Rows to hand out: `reused`, parts [M] int64, then those from `first` on; and the free rows afterwards."""
+    """Rows to hand out: parts `reused` [M] int64, then those from `first` on; and what is free afterwards."""
 
     reused: list[Tensor]
     num_reused: int
