@@ -14,11 +14,6 @@
 
 namespace torchrec_dyn {
 
-struct ScoredSlot {
-  Slot slot;
-  uint64_t last_seen;
-};
-
 // Bits of tie words that an order of up to 2^18 ids is sorted by: two digits of a radix sort, and few of them are
 // equal.
 constexpr int kFewTieBits = 22;
@@ -27,20 +22,19 @@ constexpr size_t kFewIds = size_t{1} << 18;
 // Sorts by key and tie word: first by the high bits of the tie words, counted from their least; then each run of equal
 // high bits, which is short, by the whole words; then by key, counted from the least key, which keeps the order of
 // equal keys. Requires fewer than 2^32 slots.
-inline std::vector<ScoredSlot> oldest_first(const std::vector<Slot>& slots, const ScoreBlocks& scores) {
+// Returns their order. seen: the last_seen of each.
+inline std::vector<uint64_t> oldest_first(const std::vector<Slot>& slots, const std::vector<uint64_t>& seen) {
   constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
   const size_t count = slots.size();
   std::vector<uint64_t> ties, places;
-  std::vector<ScoredSlot> scored, ordered;
-  for (auto* list : {&ties, &places}) list->reserve(count);
-  for (auto* list : {&scored, &ordered}) list->reserve(count);
+  ties.reserve(count);
+  places.reserve(count);
   uint64_t least_tie = std::numeric_limits<uint64_t>::max(), most_tie = 0, least_seen = least_tie;
-  for (const Slot& slot : slots) {
-    scored.push_back({slot, last_seen_of(*scores.word(slot.row()))});
-    ties.push_back(tie_word(slot.id));
+  for (size_t i = 0; i < count; ++i) {
+    ties.push_back(tie_word(slots[i].id));
     least_tie = std::min(least_tie, ties.back());
     most_tie = std::max(most_tie, ties.back());
-    least_seen = std::min(least_seen, scored.back().last_seen);
+    least_seen = std::min(least_seen, seen[i]);
   }
   const int bits = count <= kFewIds ? kFewTieBits : 32;
   const int less = count == 0 ? 0 : std::max(0, static_cast<int>(std::bit_width(most_tie - least_tie)) - bits);
@@ -56,10 +50,12 @@ inline std::vector<ScoredSlot> oldest_first(const std::vector<Slot>& slots, cons
               [&](uint64_t a, uint64_t b) { return ties[a] < ties[b]; });
   }
   words.clear();
-  for (size_t i = 0; i < count; ++i) words.push_if(true, (scored[places[i]].last_seen - least_seen) << 32 | i);
+  for (size_t i = 0; i < count; ++i) words.push_if(true, (seen[places[i]] - least_seen) << 32 | i);
   words.sort_by_high_word();
-  for (const uint64_t word : words.words()) ordered.push_back(scored[places[word & kLowHalf]]);
-  return ordered;
+  std::vector<uint64_t> order;
+  order.reserve(count);
+  for (const uint64_t word : words.words()) order.push_back(places[word & kLowHalf]);
+  return order;
 }
 
 }  // namespace torchrec_dyn

@@ -186,6 +186,19 @@ std::vector<Slot> answer(const PreparedTables& tables, const LowestQuestion& ask
   return find({&block, kOneBlock, asked.rows});
 }
 
+// The last_seen of the rows of slots.
+std::vector<uint64_t> last_seen_of_slots(const std::vector<Slot>& slots, const ScoreBlocks& words) {
+  constexpr int64_t kGrain = 2048;
+  std::vector<uint64_t> seen(slots.size());
+  for_each_range(static_cast<int64_t>(slots.size()), kGrain, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      if (i + kScoreBurst < slots.size()) __builtin_prefetch(words.word(slots[i + kScoreBurst].row()), 0, 2);
+      seen[i] = last_seen_of(*words.word(slots[i].row()));
+    }
+  });
+  return seen;
+}
+
 LowestRows lowest_rows(const LowestRowsCall& call) {
   const std::vector<LowestQuestion> questions = call.read();
   Tensor offsets = new_int64(static_cast<int64_t>(questions.size()) + 1);
@@ -203,17 +216,19 @@ LowestRows lowest_rows(const LowestRowsCall& call) {
   auto *id = mutable_data<int64_t>(ids), *row = mutable_data<int64_t>(rows), *seen = mutable_data<int64_t>(last_seen);
   for (size_t q = 0; q < questions.size(); ++q) {
     const ScoreBlocks& words = call.tables->scores[static_cast<size_t>(questions[q].table)];
-    if (call.in_order)
-      for (const ScoredSlot& scored : oldest_first(found[q], words)) {
-        *seen++ = static_cast<int64_t>(scored.last_seen);
-        *id++ = scored.slot.id;
-        *row++ = scored.slot.row();
-      }
-    else
+    if (!call.in_order) {
       for (const Slot& slot : found[q]) {
         *id++ = slot.id;
         *row++ = slot.row();
       }
+      continue;
+    }
+    const std::vector<uint64_t> scored = last_seen_of_slots(found[q], words);
+    for (const uint64_t place : oldest_first(found[q], scored)) {
+      *seen++ = static_cast<int64_t>(scored[place]);
+      *id++ = found[q][place].id;
+      *row++ = found[q][place].row();
+    }
   }
   return {ids, rows, last_seen, offsets};
 }

@@ -1,5 +1,6 @@
 // The scores of rows of prepared tables on the CPU: touched, read and written, of all tables in one call.
 #include <algorithm>
+#include <atomic>
 #include <tuple>
 #include <vector>
 
@@ -51,24 +52,31 @@ void touch_scores_(const TouchCall& call) {
   });
 }
 
-// Calls visit(i, word) for each row that has a word, and checks all rows first.
-template <typename IsRight, typename Visit>
-void for_scored_rows(const TableScoresCall& call, const IsRight& is_right, const Visit& visit) {
+// Calls visit(i, words) for each row of a table with scores, on all threads.
+template <typename Visit>
+void for_scored_rows(const TableScoresCall& call, const Visit& visit) {
   const int64_t* const row = call.row();
-  const auto for_tables = [&](const auto& body) {
-    for (size_t t = 0; t < call.tables->count(); ++t)
-      if (call.tables->scores[t].capacity > 0) body(call.tables->scores[t], call.offsets()[t], call.offsets()[t + 1]);
-  };
-  for_tables([&](const ScoreBlocks& words, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      check_scored_row(call.op, row[i] == -1 || (words.holds(row[i]) && is_right(i)), row[i], words.capacity);
-  });
-  for_tables([&](const ScoreBlocks& words, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if ((i - begin) % kScoreBurst == 0) prefetch_scores(words, row, i, end);
-      if (is_scored(words, row[i])) visit(i, words.word(row[i]));
+  const int64_t* const offsets = call.offsets();
+  const auto tables = static_cast<int64_t>(call.tables->count());
+  for_each_range(call.rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    int64_t t = std::upper_bound(offsets, offsets + tables + 1, begin) - offsets - 1;
+    for (int64_t first = begin; first < end; first = std::min(end, offsets[++t])) {
+      const ScoreBlocks& words = call.tables->scores[static_cast<size_t>(t)];
+      const int64_t last = std::min(end, offsets[t + 1]);
+      for (int64_t i = first; i < last && words.capacity > 0; ++i) {
+        if ((i - first) % kScoreBurst == 0) prefetch_scores(words, row, i, last);
+        visit(i, words);
+      }
     }
   });
+}
+
+// Raises the error of a row, if one was found wrong.
+void check_scored_rows(const TableScoresCall& call, int64_t wrong) {
+  if (wrong < 0) return;
+  const int64_t* const offsets = call.offsets();
+  const auto t = std::upper_bound(offsets, offsets + call.tables->count() + 1, wrong) - offsets - 1;
+  check_scored_row(call.op, false, call.row()[wrong], call.tables->scores[static_cast<size_t>(t)].capacity);
 }
 
 std::tuple<Tensor, Tensor> read_scores_prepared(const ReadScoresCall& call) {
@@ -79,13 +87,20 @@ std::tuple<Tensor, Tensor> read_scores_prepared(const ReadScoresCall& call) {
   auto* const count = mutable_data<int64_t>(counts);
   std::fill(seen, seen + n, int64_t{-1});
   std::fill(count, count + n, int64_t{0});
-  for_scored_rows(
-      call.of, [](int64_t) { return true; },
-      [&](int64_t i, const uint64_t* word) {
-        if (is_free(*word)) return;
-        seen[i] = static_cast<int64_t>(last_seen_of(*word));
-        count[i] = static_cast<int64_t>(count_of(*word));
-      });
+  std::atomic<int64_t> wrong{-1};
+  for_scored_rows(call.of, [&](int64_t i, const ScoreBlocks& words) {
+    const int64_t row = call.of.row()[i];
+    if (row == -1) return;
+    if (!words.holds(row)) {
+      wrong = i;
+      return;
+    }
+    const uint64_t word = *words.word(row);
+    if (is_free(word)) return;
+    seen[i] = static_cast<int64_t>(last_seen_of(word));
+    count[i] = static_cast<int64_t>(count_of(word));
+  });
+  check_scored_rows(call.of, wrong);
   return {last_seen, counts};
 }
 
@@ -93,9 +108,17 @@ void write_scores_prepared_(const WriteScoresCall& call) {
   call.check();
   const int64_t* const seen = const_data<int64_t>(call.last_seen);
   const int64_t* const count = const_data<int64_t>(call.counts);
-  for_scored_rows(
-      call.of, [&](int64_t i) { return is_last_seen(seen[i]) && is_count(count[i]); },
-      [&](int64_t i, uint64_t* word) { *word = score_of(seen[i], count[i]); });
+  std::atomic<int64_t> wrong{-1};
+  for_scored_rows(call.of, [&](int64_t i, const ScoreBlocks& words) {
+    const int64_t row = call.of.row()[i];
+    if (row != -1 && !(words.holds(row) && is_last_seen(seen[i]) && is_count(count[i]))) wrong = i;
+  });
+  check_scored_rows(call.of, wrong);
+  for_scored_rows(call.of, [&](int64_t i, const ScoreBlocks& words) {
+    const int64_t row = call.of.row()[i];
+    if (row == -1) return;  // equal rows have equal scores, but may be on two threads
+    std::atomic_ref<uint64_t>(*words.word(row)).store(score_of(seen[i], count[i]), std::memory_order_relaxed);
+  });
 }
 
 }  // namespace
