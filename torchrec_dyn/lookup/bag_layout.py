@@ -37,29 +37,22 @@ def contiguous_input(tables: Sequence[TableShard], batch: Batch) -> None:
         raise _misfit(tables, f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
     if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
         raise _misfit(tables, f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
-    for numbers in (batch.lengths, batch.offsets):
-        if numbers is not None and (
-            numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1
-        ):
-            name = "lengths [F * B]" if numbers is batch.lengths else "offsets [F * B + 1]"
-            raise _misfit(tables, f"{name} of int64 or int32, got {_kind(numbers)}.")
-    _check_device(tables, (ids, batch.lengths, batch.offsets, weights))
-    batch.ids = ids.contiguous()
-    if batch.lengths is not None:
-        batch.lengths = batch.lengths.contiguous()
-    if batch.offsets is not None:
-        batch.offsets = batch.offsets.contiguous()
-
-
-def _check_device(tables: Sequence[TableShard], tensors: Sequence[Tensor | None]) -> None:
-    on_cpu = tables[0].weights.device.type == "cpu"
-    for tensor in tensors:
-        if tensor is not None and tensor.is_cpu != on_cpu:
+    for name, size in (("lengths", "[F * B]"), ("offsets", "[F * B + 1]")):
+        numbers = getattr(batch, name)
+        if numbers is None:
+            continue
+        if numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1:
+            raise _misfit(tables, f"{name} {size} of int64 or int32, got {_kind(numbers)}.")
+        setattr(batch, name, numbers.contiguous())
+    device = tables[0].weights.device
+    for tensor in (ids, batch.lengths, batch.offsets, weights):
+        if tensor is not None and tensor.is_cpu != (device.type == "cpu"):
             raise _misfit(
                 tables,
-                f"ids, offsets and weights on {tables[0].weights.device}, where the rows are, got a tensor "
-                f"on {tensor.device}. Move the batch, or the collection, with .to(...).",
+                f"ids, offsets and weights on {device}, where the rows are, got a tensor on {tensor.device}. "
+                "Move the batch, or the collection, with .to(...).",
             )
+    batch.ids = ids.contiguous()
 
 
 def wrong_bags(tables: Sequence[TableShard], batch: Batch) -> ValueError:

@@ -5,6 +5,7 @@ Legend: N ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,15 +16,14 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.gradient_reduction import Reduction
 from torchrec_dyn.lookup.table_lists import TrainedTables
-from torchrec_dyn.storage import OpenForward, TableLock
+from torchrec_dyn.storage import OpenForward
+from torchrec_dyn.table import TableShard
 
 
 class Group(Protocol):
     """The parts of a table group that a backward uses."""
 
-    @property
-    def lock(self) -> TableLock:
-        """The lock of the tables."""
+    tables: Sequence[TableShard]
 
     def backward(
         self, forward: Forward, grad: Tensor, weights: Tensor | None, wants_grad: bool
@@ -128,7 +128,7 @@ class LookupFunction(torch.autograd.Function):
         saved = ctx.saved_tensors  # before the lock is held: hooks of saved tensors run here
         weights, forward = saved[0] if saved else None, ctx.lookup
         group, wants_grad = forward.group, ctx.needs_input_grad[1]
-        lock = group.lock
+        lock = group.tables[0].lock
         if lock.is_changing or lock.torn:
             lock.check_at_rest()
         with lock:

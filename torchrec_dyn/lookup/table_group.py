@@ -486,7 +486,7 @@ class TableGroup:
                 if deferred is not None:
                     deferred.add(Update(forward, grad, weights))
                     return weights_grad
-                self._write(forward, grad, weights)
+                self._write(lists, forward, grad, weights)
             except Exception as error:
                 if self._writes_all():
                     raise
@@ -531,10 +531,10 @@ class TableGroup:
         self._end_step()
         if not deferred.updates:
             return
-        generations = self._current().generations
-        if any(update.forward.generations != generations for update in deferred.updates):
+        lists = self._current()
+        if any(update.forward.generations != lists.generations for update in deferred.updates):
             raise self._changed_before_step()
-        self._write(*deferred.joined(self._bag_layout, self.max_gradient))
+        self._write(lists, *deferred.joined(self._bag_layout, self.max_gradient))
         deferred.close()
 
     @locked
@@ -603,9 +603,11 @@ class TableGroup:
         for shared in {table.own.shared for table in self.tables}:
             shared.earlier = None
 
-    def _write(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
+    def _write(
+        self, lists: TableLists, forward: Forward, grad: Tensor, weights: Tensor | None
+    ) -> None:
         """Sums the gradients of each distinct row of an update and applies the optimizer."""
-        lists, trained, bags = self._current(), forward.trained, forward.bags
+        trained, bags = forward.trained, forward.bags
         assert trained is not None
         withheld: dict[int, TableShard] = {}
         for t, numbers in enumerate(lists.row_numbers):

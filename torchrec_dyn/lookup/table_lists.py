@@ -144,8 +144,12 @@ class TrainedTables:
             sizes = occurrences.diff()[self._is_trained]
             occurrences = torch.cat([occurrences[:1], sizes.cumsum(0)])
             absent = None if absent is None else absent[self._is_trained]
-        return self.shared.counted.after(
-            occurrences, absent, 1 if self.shared.earlier is None else 0
+        before = self.shared.counted
+        return Counted(
+            before.steps + (self.shared.earlier is None),
+            before.forwards + 1,
+            before.ids + occurrences,
+            before.absent if absent is None else before.absent + absent,
         )
 
     def num_absent(self, absent: Tensor) -> tuple[int, int]:
