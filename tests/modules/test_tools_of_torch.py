@@ -125,6 +125,15 @@ def test_requires_grad_freezes_the_tables(model: Model) -> None:
     model.check()
 
 
+def test_every_functional_call_with_rows_is_an_error(model: Model) -> None:
+    for _ in range(3):  # until the tables are grouped
+        model.loss().backward()
+    rows = {"ebc.embedding_bags.t.weight": torch.zeros(100, 4)}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="functional_call cannot replace rows"):
+            torch.func.functional_call(model, rows, (features(1),))
+
+
 def test_functional_calls_and_transforms(model: Model) -> None:
     given = {"head.weight": 2 * HEAD}
     torch.func.functional_call(model, given, (features(1),)).sum().backward()

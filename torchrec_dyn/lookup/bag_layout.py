@@ -7,7 +7,6 @@ table).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -20,7 +19,6 @@ from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard
 
 Pooling = Literal["sum", "mean", "none"]
-_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def lookup_of(tables: Sequence[TableShard]) -> str:
@@ -39,29 +37,22 @@ def contiguous_input(tables: Sequence[TableShard], batch: Batch) -> None:
         raise _misfit(tables, f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
     if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
         raise _misfit(tables, f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
-    for numbers in (batch.lengths, batch.offsets):
-        if numbers is not None and (
-            numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1
-        ):
-            name = "lengths [F * B]" if numbers is batch.lengths else "offsets [F * B + 1]"
-            raise _misfit(tables, f"{name} of int64 or int32, got {_kind(numbers)}.")
-    _check_device(tables, (ids, batch.lengths, batch.offsets, weights))
-    batch.ids = ids.contiguous()
-    if batch.lengths is not None:
-        batch.lengths = batch.lengths.contiguous()
-    if batch.offsets is not None:
-        batch.offsets = batch.offsets.contiguous()
-
-
-def _check_device(tables: Sequence[TableShard], tensors: Sequence[Tensor | None]) -> None:
-    on_cpu = tables[0].weights.device.type == "cpu"
-    for tensor in tensors:
-        if tensor is not None and tensor.is_cpu != on_cpu:
+    for name, size in (("lengths", "[F * B]"), ("offsets", "[F * B + 1]")):
+        numbers = getattr(batch, name)
+        if numbers is None:
+            continue
+        if numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1:
+            raise _misfit(tables, f"{name} {size} of int64 or int32, got {_kind(numbers)}.")
+        setattr(batch, name, numbers.contiguous())
+    device = tables[0].weights.device
+    for tensor in (ids, batch.lengths, batch.offsets, weights):
+        if tensor is not None and tensor.is_cpu != (device.type == "cpu"):
             raise _misfit(
                 tables,
-                f"ids, offsets and weights on {tables[0].weights.device}, where the rows are, got a tensor "
-                f"on {tensor.device}. Move the batch, or the collection, with .to(...).",
+                f"ids, offsets and weights on {device}, where the rows are, got a tensor on {tensor.device}. "
+                "Move the batch, or the collection, with .to(...).",
             )
+    batch.ids = ids.contiguous()
 
 
 def wrong_bags(tables: Sequence[TableShard], batch: Batch) -> ValueError:
@@ -98,35 +89,15 @@ def _kind(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
-@dataclass(frozen=True)
-class Bags:
-    """The description of one batch for the ops (csrc/lookup/bags.h).
+class Bags(NamedTuple):
+    """The bags of one batch and their places in the output.
 
     Attributes:
-        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin.
-        offsets: [bags + 1] int64 on the device of the ids, or None for sequences.
-        segments: [S, 5] int64 on the CPU.
+        segments: [S, 5] int64 on the CPU (csrc/lookup/bags.h).
         elements, shape: of the output.
     """
 
-    table_offsets: Tensor
-    offsets: Tensor | None
     segments: Tensor
-    elements: int
-    shape: tuple[int, ...]
-
-
-class BatchShape(NamedTuple):
-    """The part of a batch that follows from its numbers of bags, whatever its ids.
-
-    Attributes:
-        first_bags: [F + 1] int64 on the CPU, the first bag of each feature, and the number of bags.
-        segments: [S, 5] int64 on the CPU (csrc/lookup/bags.h); None for sequences.
-        elements, shape: of the output; of sequences not known.
-    """
-
-    first_bags: Tensor
-    segments: Tensor | None
     elements: int
     shape: tuple[int, ...]
 
@@ -158,23 +129,28 @@ class BagLayout:
         self._width = sum(columns[t] for t in self._table_of)
         self.first_features = torch.tensor(self._first_feature, device="cpu")
         # Of the last batch: the next batch often has the same number of bags.
-        self._last: tuple[int | None, BatchShape] = (None, BatchShape(_NONE, None, 0, ()))
+        self._last: tuple[int | None, Tensor, Bags | None] = (None, self.first_features, None)
 
-    def shape_of(self, bags: int, batch_sizes: Sequence[Sequence[int]] | None) -> BatchShape:
-        """Returns the shape of a batch of so many bags.
-
-        batch_sizes [F][ranks], bags of each feature and rank, or None if all features have the same number.
+    def bags_of(self, batch: Batch) -> Bags | None:
+        """Returns the bags of a batch, and notes the first ones in it; None for sequences (`sequences`).
 
         Raises:
             ValueError: the number of bags, or the batch sizes, are not valid.
         """
-        if batch_sizes is not None:
-            return self._varying(bags, batch_sizes)
-        if self._last[0] != bags:
-            self._last = bags, self._regular(bags)
-        return self._last[1]
+        count = -1
+        if batch.lengths is not None:
+            count = batch.lengths.numel()
+        elif batch.offsets is not None:
+            count = batch.offsets.numel() - 1
+        if batch.batch_sizes is not None:
+            batch.first_bags, bags = self._varying(count, batch.batch_sizes)
+            return bags
+        if self._last[0] != count:
+            self._last = count, *self._regular(count)
+        _, batch.first_bags, bags = self._last
+        return bags
 
-    def _regular(self, bags: int) -> BatchShape:
+    def _regular(self, bags: int) -> tuple[Tensor, Bags | None]:
         if bags < 0 or bags % self._features:
             raise ValueError(
                 f"lookup: expected offsets [F * B + 1] with F = {self._features} features, got "
@@ -183,11 +159,18 @@ class BagLayout:
         batch = bags // self._features
         first_bags = torch.arange(self._features + 1, device="cpu") * batch
         if self._is_sequence:
-            return BatchShape(first_bags, None, 0, ())
-        segments = self._regular_segments(batch)
-        return BatchShape(first_bags, segments, batch * self._width, (batch, self._width))
+            return first_bags, None
+        first_column = accumulate((self._columns[t] for t in self._table_of), initial=0)
+        lines = [
+            [t, f * batch, batch, c, self._width]
+            for f, (t, c) in enumerate(zip(self._table_of, first_column, strict=False))
+        ]
+        shape = (batch, self._width)
+        return first_bags, Bags(torch.tensor(lines, device="cpu"), batch * self._width, shape)
 
-    def _varying(self, bags: int, batch_sizes: Sequence[Sequence[int]]) -> BatchShape:
+    def _varying(
+        self, bags: int, batch_sizes: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Bags | None]:
         in_all = sum(sum(sizes) for sizes in batch_sizes)
         if len(batch_sizes) != self._features or in_all != bags:
             raise ValueError(
@@ -203,30 +186,47 @@ class BagLayout:
         begins = [*accumulate((sum(sizes) for sizes in batch_sizes), initial=0)]
         first_bags = host_numbers(begins)
         if self._is_sequence:
-            return BatchShape(first_bags, None, 0, ())
-        segments, elements = self._varying_segments(begins, batch_sizes)
-        return BatchShape(first_bags, segments, elements, (elements,))
+            return first_bags, None
+        return first_bags, self._varying_bags(begins, batch_sizes)
 
-    def joined(self, batches: Sequence[Bags], begins: Sequence[Tensor]) -> tuple[Bags, Tensor]:
-        """Returns the description of several batches as one, and the places of its ids in the batches.
+    def _varying_bags(
+        self, first_bags: Sequence[int], batch_sizes: Sequence[Sequence[int]]
+    ) -> Bags:
+        """Returns the bags, rank by rank."""
+        lines: list[list[int]] = []
+        place, next_bag = 0, list(first_bags)
+        for rank in range(len(batch_sizes[0])):
+            for feature, table in enumerate(self._table_of):
+                bags, columns = batch_sizes[feature][rank], self._columns[table]
+                lines.append([table, next_bag[feature], bags, place, columns])
+                next_bag[feature] += bags
+                place += bags * columns
+        return Bags(torch.tensor(lines, device="cpu"), place, (place,))
+
+    def joined(
+        self,
+        batches: Sequence[Bags],
+        offsets: Sequence[Tensor | None],
+        begins: Sequence[Tensor],
+    ) -> tuple[Bags, Tensor | None, Tensor]:
+        """Returns several batches as one: its bags, their offsets, and the places of its ids in the batches.
 
         The ids of a feature come one batch after another, as in one large batch. The outputs of the batches
         follow each other: those of the joined batch are not in the order of a large one. For sequences the
         outputs are in the order of the ids.
 
-        batches: k descriptions; begins: `begins_of_features` of each.
+        batches: k of them; offsets: of their bags, None for sequences; begins [F + 1] of their features.
 
         Returns:
-            The description, whose shape is that of all outputs one after another, and [N] int64.
+            The bags, whose shape is that of all outputs one after another; [bags + 1] int64; and [N] int64.
         """
-        table_offsets = torch.stack([one.table_offsets for one in batches]).sum(0)
-        ids = int(table_offsets[-1])
         runs = torch.stack(list(begins))  # [k, F + 1]
+        ids = int(runs[:, -1].sum())
         sizes = runs.diff(dim=1)
         before = sizes.sum(1).cumsum(0) - sizes.sum(1)
         places = _places_of_runs(runs[:, :-1] + before[:, None], sizes, ids)
         if self._is_sequence:
-            return self._sequence(table_offsets, ids), places
+            return self.sequences(self.offsets_of_tables(runs.sum(0)), ids), None, places
         segments = [one.segments.view(-1, self._features, 5) for one in batches]  # ranks, F
         counts = torch.stack([of_batch[:, :, 2].sum(0) for of_batch in segments])  # [k, F] bags
         bags, first_bags = int(counts.sum()), counts.t().flatten().cumsum(0).roll(1)
@@ -241,12 +241,11 @@ class BagLayout:
             moved[:, :, 3] += first_output
             first_output += one.elements
             lines.append(moved.flatten(0, 1))
-        lengths = torch.cat([one.offsets.diff() for one in batches if one.offsets is not None])
+        lengths = torch.cat([of_batch.diff() for of_batch in offsets if of_batch is not None])
         firsts = (counts.cumsum(1) - counts) + (counts.sum(1).cumsum(0) - counts.sum(1))[:, None]
         order = _places_of_runs(firsts, counts, bags).to(lengths.device, non_blocking=True)
-        offsets = complete_cumsum(lengths[order])
-        all_lines = torch.cat(lines)
-        return Bags(table_offsets, offsets, all_lines, first_output, (first_output,)), places
+        joined = Bags(torch.cat(lines), first_output, (first_output,))
+        return joined, complete_cumsum(lengths[order]), places
 
     def offsets_of_tables(self, begins: Tensor) -> Tensor:
         """Returns where the ids of each table begin, [T + 1] int64; begins [F + 1], those of each feature."""
@@ -254,42 +253,16 @@ class BagLayout:
             return begins
         return begins[self.first_features]
 
-    def bags(self, shape: BatchShape, offsets: Tensor, table_offsets: Tensor, ids: int) -> Bags:
-        """Returns the description of a batch; offsets [bags + 1] and table_offsets [T + 1] int64."""
-        if shape.segments is None:
-            return self._sequence(table_offsets, ids)
-        return Bags(table_offsets, offsets, shape.segments, shape.elements, shape.shape)
+    def sequences(self, table_offsets: Tensor, ids: int) -> Bags:
+        """Returns the bags of a batch of sequences, as if each table had one bag for each of its ids.
 
-    def _regular_segments(self, batch: int) -> Tensor:
-        first_column = accumulate((self._columns[t] for t in self._table_of), initial=0)
-        return torch.tensor(
-            [
-                [t, f * batch, batch, c, self._width]
-                for f, (t, c) in enumerate(zip(self._table_of, first_column, strict=False))
-            ],
-            device="cpu",
-        )
-
-    def _sequence(self, table_offsets: Tensor, ids: int) -> Bags:
+        table_offsets [T + 1] int64: where the ids of each table begin.
+        """
         columns, begins, sizes = self._columns[0], table_offsets[:-1], table_offsets.diff()
         widths = torch.full_like(sizes, columns)
         tables = torch.arange(sizes.numel(), device=sizes.device)
         segments = torch.stack([tables, begins, sizes, begins * columns, widths], dim=1)
-        return Bags(table_offsets, None, segments, ids * columns, (ids, columns))
-
-    def _varying_segments(
-        self, first_bags: Sequence[int], batch_sizes: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, int]:
-        """Returns the segments, rank by rank, and the elements of their outputs."""
-        lines: list[list[int]] = []
-        place, next_bag = 0, list(first_bags)
-        for rank in range(len(batch_sizes[0])):
-            for feature, table in enumerate(self._table_of):
-                bags, columns = batch_sizes[feature][rank], self._columns[table]
-                lines.append([table, next_bag[feature], bags, place, columns])
-                next_bag[feature] += bags
-                place += bags * columns
-        return torch.tensor(lines, device="cpu"), place
+        return Bags(segments, ids * columns, (ids, columns))
 
 
 def _places_of_runs(begins: Tensor, sizes: Tensor, total: int) -> Tensor:

@@ -29,7 +29,7 @@ class Batch:
     Attributes:
         ids: [N] int64, feature-major.
         lengths, offsets: of the bags, [F * B] and [F * B + 1], int32 or int64; at least one of them. If both
-            are given they must agree.
+            are given they must agree. As soon as the ids are found, offsets are given, as int64.
         weights: [N] floating point weights of the ids in their bags, or None.
         training: True to count the step, to give rows to unseen ids, and to update rows in backward. If
             False, and for a frozen table, nothing changes, and an unseen id reads as the table's `unseen`
@@ -42,6 +42,8 @@ class Batch:
             such tables, and in evaluation.
         where: begins the errors of lengths and offsets; None: the tables.
         uses: of the ids, as soon as they are known; None if each does all, and in evaluation.
+        first_bags: [F + 1] int64 on the CPU, the first bag of each feature, and the number of bags; as soon
+            as the layout is known.
         begins: [F + 1] int64 on the CPU, where the ids of each feature begin, as soon as they are found.
         table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin; as `begins`.
     """
@@ -57,15 +59,9 @@ class Batch:
     scores: Tensor | None = None
     where: str | None = None
     uses: Uses | None = None
+    first_bags: Tensor = _NONE
     begins: Tensor = _NONE
     table_offsets: Tensor = _NONE
-
-    @property
-    def bags(self) -> int:
-        """The number of bags of all features."""
-        if self.lengths is not None:
-            return self.lengths.numel()
-        return -1 if self.offsets is None else self.offsets.numel() - 1
 
     def keep_in_use(self) -> None:
         """Keeps the memory of a batch on a GPU for the current stream: its owner may drop it early."""
@@ -76,19 +72,15 @@ class Found(NamedTuple):
     """The rows of a batch before its step.
 
     Attributes:
-        out: [elements], its output, with zeros for absent ids. In training on a CPU it is not initialised if
-            ids are absent.
+        out: [elements], its output, with zeros for absent ids; None if nothing was pooled. In training on a
+            CPU it is not initialised if ids are absent.
         rows: [N] int64, -1 for an absent id.
-        offsets: [bags + 1] int64, where each bag begins.
         absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted.
-        num_absent: their sum.
     """
 
-    out: Tensor
+    out: Tensor | None
     rows: Tensor
-    offsets: Tensor
     absent: Tensor
-    num_absent: int
 
 
 def no_scores(where: str) -> ValueError:
@@ -111,7 +103,7 @@ class TakenStep(NamedTuple):
 
     Attributes:
         rows: [N] int64, the rows that the forward reads, -1 for an id without a row.
-        missing: True if some of `rows` may be -1.
+        missing: True if some of `rows` may be -1, and are not yet pooled as their tables configure.
         new_index: [N] int64, -1 for an id that had a row before the step; None if all had.
         learning: [N] int64, the rows that the backward updates, -1 for an id without an update: the same
             tensor as `rows` if no table is frozen and every feature trains. [0] in evaluation.
@@ -141,13 +133,13 @@ class PrefetchedStep:
     then. A table that was loaded or converted since takes its step again, and no other table does.
 
     Attributes:
-        bags: `begins` and `table_offsets` of the batch, and where its bags begin.
+        bags: `begins`, `table_offsets` and `offsets` of the batch.
         generations: [T], generation of each table at the step.
         open_forward: the forward of the step, open since then.
     """
 
     taken: TakenStep
-    bags: tuple[Tensor, Tensor, Tensor]
+    bags: tuple[Tensor, Tensor, Tensor | None]
     generations: list[int]
     open_forward: OpenForward
 

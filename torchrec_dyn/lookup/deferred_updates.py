@@ -120,7 +120,7 @@ class DeferredUpdates:
     def close(self) -> None:
         """Closes the forwards of all updates, which are written or dropped."""
         for update in self.updates:
-            update.forward.close()
+            update.forward.open_forward.close()
 
     def joined(self, layout: BagLayout, limit: float | None) -> Update:
         """Returns all updates as one; there is at least one. `limit`: `max_gradient` of the group."""
@@ -141,15 +141,17 @@ def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> 
     """Returns two or more updates as one; scales [T] of all gradients."""
     forwards = [update.forward for update in updates]
     last = forwards[-1]
-    begins = [forward.begins for forward in forwards if forward.begins is not None]
-    bags, places = layout.joined([forward.bags for forward in forwards], begins)
+    begins = [forward.begins for forward in forwards]
+    bags, offsets, places = layout.joined(
+        [forward.bags for forward in forwards], [forward.offsets for forward in forwards], begins
+    )
     places = places.to(last.rows.device, non_blocking=True)
 
     def ordered(numbers: Tensor | None) -> Tensor | None:
         return None if numbers is None else numbers[places]
 
     grads = torch.cat([update.grad.flatten() for update in updates])
-    if bags.offsets is None:
+    if offsets is None:
         grads = grads.view(-1, last.bags.shape[1])[places]
     weights = _joined([update.weights for update in updates], forwards, 1.0, torch.float32)
     senders = [forward.reduction.senders for forward in forwards]
@@ -159,6 +161,8 @@ def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> 
         ids=ordered(ids),
         rows=torch.cat([forward.rows for forward in forwards])[places],
         bags=bags,
+        offsets=offsets,
+        begins=torch.stack(begins).sum(0),
         reduction=Reduction(scales, ordered(_joined(senders, forwards, -1, torch.int32))),
         noted=last.noted if all(one.noted == last.noted for one in forwards) else None,
     )

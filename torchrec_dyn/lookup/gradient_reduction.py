@@ -60,15 +60,13 @@ def reduction_of(
     configs: Sequence[DynamicTableConfig],
     offsets: Tensor,
     table_offsets: Tensor,
-    senders: Senders | None,
+    senders: Senders,
 ) -> Reduction:
-    """Returns the reduction of one batch; `senders` is None for a batch that no dist has sent.
+    """Returns the reduction of one batch that a dist has sent.
 
     offsets [bags + 1] int64, where each bag begins in the ids; table_offsets [T + 1] int64, where the ids of
     each table begin.
     """
-    if senders is None:
-        return Reduction([1.0] * len(configs), None)
     scales = [
         1.0 if config.gradient == "mean_over_ranks" else float(senders.divisor)
         for config in configs

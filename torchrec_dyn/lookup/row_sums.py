@@ -36,19 +36,20 @@ class RowSums:
     grads: Tensor
 
 
-def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowSums]:
+def row_sums(
+    update: Update, table_offsets: Tensor, columns: Sequence[int], is_mean: bool
+) -> list[RowSums]:
     """Returns the row sums of each table, [T]. A GPU's host waits for the numbers of rows.
 
-    columns [T], the width of each table.
+    table_offsets [T + 1] int64, where the ids of each table begin; columns [T], the width of each table.
     """
     forward = update.forward
-    offsets = forward.bags.table_offsets
     # Rows stand in for ids: the op lists the distinct ones that have no row.
     is_used = (forward.rows >= 0).long()
-    distinct, _, begins, places = ops.collect_new(forward.rows, is_used.neg_(), offsets)
+    distinct, _, begins, places = ops.collect_new(forward.rows, is_used.neg_(), table_offsets)
     sizes, firsts = (
         of_tables.to(places.device, non_blocking=True)
-        for of_tables in (offsets.diff(), begins[:-1])
+        for of_tables in (table_offsets.diff(), begins[:-1])
     )
     first_of_id = firsts.repeat_interleave(sizes, output_size=places.numel())
     ids = None
@@ -74,7 +75,7 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
         grad=update.grad,
         ids=forward.ids_or_rows,
         rows=numbers,
-        offsets=forward.bags.offsets,
+        offsets=forward.offsets,
         bag_weights=update.weights,
         weights=blocks,
         layout=host_numbers(lines),

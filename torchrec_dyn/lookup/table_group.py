@@ -38,7 +38,6 @@ from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import (
     BagLayout,
     Bags,
-    BatchShape,
     Pooling,
     contiguous_input,
     lookup_of,
@@ -49,8 +48,9 @@ from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.gradient_reduction import reduction_of
 from torchrec_dyn.lookup.lookup_function import (
+    ANCHOR,
     Forward,
-    LookupFunction,
+    apply_lookup,
     as_float,
     raise_after_backward,
 )
@@ -62,6 +62,7 @@ from torchrec_dyn.lookup.training_step import take_step
 from torchrec_dyn.storage import (
     TABLES,
     ChangeLog,
+    IdMap,
     OpenForward,
     OpenForwards,
     TableLock,
@@ -77,7 +78,6 @@ from torchrec_dyn.table import TableShard, count_late_grads, insert_unseen
 
 # What `ops.find_and_pool` pools: nothing, a batch without absent ids, or any batch.
 _NONE, _KNOWN, _ALL = range(3)
-_UNKNOWN = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _inserting(
@@ -128,7 +128,7 @@ class TableGroup:
         self._insert_all = _inserting(self.tables, features_per_table, uses)
         self._lists: TableLists | None = None
         self._forwards = OpenForwards()
-        self._anchor: Tensor | None = None
+        self._rounds = self.tables[0].dtype != torch.float32
         for table in self.tables:
             table.lock = self.lock
 
@@ -165,6 +165,8 @@ class TableGroup:
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
         contiguous_input(self.tables, batch)
+        in_step = self.deferred is not None and batch.training
+        look_up = self._look_up_in_step if in_step else self._look_up
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
         if lock.is_changing or lock.torn:
@@ -173,18 +175,18 @@ class TableGroup:
             try:
                 lock.is_changing = True
                 if batch.ids.is_cpu:
-                    return self._look_up(batch, ahead)
+                    return look_up(batch, ahead)
                 with lock.streams.turn(batch.ids.device):
                     batch.keep_in_use()
                     if ahead is not None:
                         ahead.keep_in_use()
-                    return self._look_up(batch, ahead)
+                    return look_up(batch, ahead)
             finally:
                 lock.is_changing = False
 
-    def _look_up(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
-        if self.deferred is None or not batch.training:
-            return self._look_up_rows(batch, ahead)
+    def _look_up_in_step(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
+        """`_look_up` of a training batch whose update is deferred."""
+        assert self.deferred is not None
         if self.deferred.ends:
             self.deferred = DeferredUpdates()
             self._end_step()
@@ -196,136 +198,138 @@ class TableGroup:
         try:
             for number, table in late.items():
                 table.step = steps[number] + 1
-            return self._look_up_rows(batch, ahead)
+            return self._look_up(batch, ahead)
         except BaseException:
             for number, table in self.deferred.late(late).items():
                 table.leave_open_step(steps[number])
             raise
 
-    def _look_up_rows(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
+    def _look_up(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
         lists = self._current()
-        trained = lists.trained if batch.training else None
-        if self.deferred is not None and trained is not None:
-            trained.shared.earlier = self.deferred.sizes
-        for t in self.in_files if trained else ():
-            self.tables[t].weights.check_process(lookup_of(self.tables))
         if not batch.training:
             ahead = None
-        shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
-        found, step = self._rows_of(batch, shape, lists, trained, ahead)
-        bags = self._bag_layout.bags(shape, found.offsets, batch.table_offsets, batch.ids.numel())
-        if self.in_files:
-            ask_for_batch(
-                self.tables, self.in_files, step.rows, batch.table_offsets, trained is not None
-            )
-        initial_ids = batch.ids if step.missing and lists.shows_initial else None
-        is_pooled = trained is None or not found.num_absent
-        out = self._pooled(batch, bags, lists, found, step, initial_ids, is_pooled)
-        reduction = reduction_of(lists.configs, found.offsets, batch.table_offsets, batch.senders)
-        forward = Forward(
-            self, step.learning, step.rows, bags, self._shown(batch, initial_ids), trained, step.streams,
-            lists.generations, step.noted, reduction,
-        )  # fmt: skip
-        if trained is not None:
-            forward.begins = None if self.deferred is None else batch.begins
-            forward.ids = None if self.tables[0].dtype == torch.float32 else batch.ids.clone()
-        return self._output(forward, batch, out, ahead).view(bags.shape)
-
-    def _rows_of(
-        self,
-        batch: Batch,
-        shape: BatchShape,
-        lists: TableLists,
-        trained: TrainedTables | None,
-        ahead: PrefetchedStep | None,
-    ) -> tuple[Found, TakenStep]:
-        """Returns the rows of a batch, by a step if tables are trained and it was not taken ahead."""
+        bags = self._bag_layout.bags_of(batch)
         if ahead is not None:
-            return self._found_ahead(batch, shape, ahead, lists)
-        if trained is not None:
-            return self._take_step(batch, shape, lists, trained)
-        found = self._find(batch, shape, lists, _KNOWN if lists.shows_initial else _ALL)
-        return found, TakenStep(found.rows, found.num_absent > 0)
+            out, step = None, self._found_ahead(batch, bags, ahead, lists)
+        elif batch.training and lists.trained is not None:
+            out, step = self._take_step(batch, bags, lists, lists.trained)
+        else:
+            out, step = self._read(batch, bags, lists)
+        offsets = batch.offsets
+        if bags is None:
+            bags = self._bag_layout.sequences(batch.table_offsets, batch.ids.numel())
+            offsets = None
+        if out is None or step.missing or step.new_index is not None:
+            out = self._pooled(out, batch, bags, offsets, lists, step)
+        output = self._with_backward(out, batch, bags, offsets, lists, step, ahead)
+        return output.view(bags.shape)
+
+    def _read(
+        self, batch: Batch, bags: Bags | None, lists: TableLists
+    ) -> tuple[Tensor | None, TakenStep]:
+        """Finds the rows of a batch without a step: in evaluation, or if all tables are frozen."""
+        found = self._find(batch, bags, lists, _KNOWN if lists.shows_initial else _ALL)
+        missing = lists.shows_initial and bool(found.absent.any())
+        return found.out, TakenStep(found.rows, missing)
 
     def _pooled(
         self,
+        out: Tensor | None,
         batch: Batch,
         bags: Bags,
+        offsets: Tensor | None,
         lists: TableLists,
-        found: Found,
         step: TakenStep,
-        initial_ids: Tensor | None,
-        is_pooled: bool,
     ) -> Tensor:
         """Returns the output: what was pooled with the lookup, with the bags of the new ids pooled again."""
-        out, weights = found.out, as_float(batch.weights)
-        if out is _UNKNOWN or self.in_files:
-            blocks, is_pooled = lists.prepared.rows(), True
+        initial_ids = batch.ids if step.missing and lists.shows_initial else None
+        weights = None if batch.weights is None else as_float(batch.weights)
+        if self.in_files:
+            trains = batch.training and lists.trained is not None
+            ask_for_batch(self.tables, self.in_files, step.rows, batch.table_offsets, trains)
+        if out is None:
+            blocks = lists.prepared.rows()
             out = ops.gather_pool(
-                step.rows, bags.offsets, weights, blocks.blocks, blocks.layout, bags.segments,
+                step.rows, offsets, weights, blocks.blocks, blocks.layout, bags.segments,
                 self.is_mean, bags.elements, self.output_dtype,
             )  # fmt: skip
-        if initial_ids is not None or not is_pooled:
-            ops.pool_prepared_(
-                out, step.new_index, step.rows, initial_ids, bags.offsets, weights, bags.segments,
-                lists.prepared.get(), self.is_mean,
-            )  # fmt: skip
+            if initial_ids is None:
+                return out
+        ops.pool_prepared_(
+            out, step.new_index, step.rows, initial_ids, offsets, weights, bags.segments,
+            lists.prepared.get(), self.is_mean,
+        )  # fmt: skip
         return out
 
-    @staticmethod
-    def _shown(batch: Batch, initial_ids: Tensor | None) -> Tensor | None:
-        """Returns the ids that read as initial rows, for the gradient of the weights."""
-        weights = batch.weights
-        if initial_ids is None or weights is None or not weights.requires_grad:
-            return None
-        return initial_ids.clone()
-
-    def _output(
-        self, forward: Forward, batch: Batch, out: Tensor, ahead: PrefetchedStep | None
+    def _with_backward(
+        self,
+        out: Tensor,
+        batch: Batch,
+        bags: Bags,
+        offsets: Tensor | None,
+        lists: TableLists,
+        step: TakenStep,
+        ahead: PrefetchedStep | None,
     ) -> Tensor:
-        """Returns the output, whose backward updates the rows of the forward."""
-        weights = batch.weights
-        trains = forward.trained is not None
-        has_backward = trains or (weights is not None and weights.requires_grad)
-        if not (has_backward and torch.is_grad_enabled()):
+        """Returns the output, with a backward if tables are trained, or if the weights want a gradient."""
+        weights, trained = batch.weights, lists.trained if batch.training else None
+        wants_grad = weights is not None and weights.requires_grad
+        if not (torch.is_grad_enabled() and (trained is not None or wants_grad)):
             return out
-        forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
-        self._await_backward(forward, batch.ids)
-        output: Tensor = LookupFunction.apply(
-            self._anchored() if trains else None, weights, forward, [out]
-        )
+        forward = Forward(
+            self, bags, offsets, batch.begins, step.rows, step.learning, trained, step.streams,
+            lists.generations, step.noted, lists.unsent,
+            ahead.open_forward if ahead else OpenForward(self._forwards),
+        )  # fmt: skip
+        if wants_grad and step.missing:
+            forward.ids = batch.ids.clone()
+        anchor = None
+        if trained is not None:
+            anchor = ANCHOR
+            self._await_update(forward, batch, lists)
+        output: Tensor = apply_lookup(anchor, weights, forward, [out])
         return output
 
-    def _await_backward(self, forward: Forward, ids: Tensor) -> None:
-        """Notes that a backward will update the rows of ids [N]. On the CPU their record needs the ids."""
-        if forward.trained is None:
-            return
+    def _await_update(self, forward: Forward, batch: Batch, lists: TableLists) -> None:
+        """Notes what the update of the rows of a batch needs. On the CPU their record needs the ids."""
+        if self._rounds:
+            forward.ids = batch.ids.clone()
+        if batch.senders is not None:
+            assert batch.offsets is not None
+            configs = [table.config for table in self.tables]
+            forward.reduction = reduction_of(
+                configs, batch.offsets, batch.table_offsets, batch.senders
+            )
         if self.deferred is not None:
             forward.step = self.deferred.step
             self.deferred.waiting += 1
-        if ids.is_cpu and self._current().has_changes:
-            logs, table_offsets = self._logs(), forward.bags.table_offsets
-            note_changed(unrecorded(logs, forward.noted), ids, forward.rows, table_offsets)
+        if lists.has_changes and batch.ids.is_cpu:
+            logs = self._logs()
+            recorded = unrecorded(logs, forward.noted)
+            note_changed(recorded, batch.ids, forward.rows, batch.table_offsets)
             forward.noted = tokens_of(logs)
 
-    def _find(self, batch: Batch, shape: BatchShape, lists: TableLists, pools: int) -> Found:
+    def _find(self, batch: Batch, bags: Bags | None, lists: TableLists, pools: int) -> Found:
         """Finds the rows of a batch, and pools them; notes in the batch what is known of it then."""
         if self.in_files:  # their pages are asked for first
             pools = _NONE
+        weights = None if batch.weights is None else as_float(batch.weights)
         out, rows, offsets, numbers = ops.find_and_pool(
-            batch.ids, batch.lengths, batch.offsets, as_float(batch.weights), shape.first_bags,
-            self._bag_layout.first_features, shape.segments, lists.prepared.get(), self.is_mean, pools,
-            shape.elements, self.output_dtype,
+            batch.ids, batch.lengths, batch.offsets, weights, batch.first_bags,
+            self._bag_layout.first_features, None if bags is None else bags.segments,
+            lists.prepared.get(), self.is_mean, pools, 0 if bags is None else bags.elements,
+            self.output_dtype,
         )  # fmt: skip
-        if numbers[-1]:
+        begins, absent, is_wrong = numbers.split_with_sizes(
+            (batch.first_bags.numel(), len(self.tables), 1)
+        )
+        if is_wrong:
             raise wrong_bags(self.tables, batch)
-        features = shape.first_bags.numel()
-        batch.begins = numbers[:features]
-        batch.table_offsets = self._bag_layout.offsets_of_tables(batch.begins)
+        batch.offsets, batch.begins = offsets, begins
+        batch.table_offsets = self._bag_layout.offsets_of_tables(begins)
         if self._uses is not None and batch.training:
-            batch.uses = self._uses.of_ids(batch.begins.diff(), batch.ids)
-        absent = numbers[features:-1]
-        return Found(out, rows, offsets, absent, int(absent.sum()))
+            batch.uses = self._uses.of_ids(begins.diff(), batch.ids)
+        return Found(out if pools else None, rows, absent)
 
     @locked
     @changes
@@ -343,8 +347,7 @@ class TableGroup:
             return
         contiguous_input(self.tables, batch)
         batch.keep_in_use()
-        shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
-        found = self._find(batch, shape, lists, _NONE)
+        found = self._find(batch, self._bag_layout.bags_of(batch), lists, _NONE)
         missing = found.absent.tolist()
         if any(missing[t] for t in tables):
             insert_unseen(tables, lists.prepared, batch.ids, found.rows, batch.table_offsets)
@@ -362,35 +365,29 @@ class TableGroup:
             return None
         lists = self._current()
         batch.keep_in_use()
-        shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
-        found, taken = self._step_ahead(batch, shape, lists)
-        bags = batch.begins, batch.table_offsets, found.offsets
+        taken = self._step_ahead(batch, self._bag_layout.bags_of(batch), lists)
+        bags = batch.begins, batch.table_offsets, batch.offsets
         return PrefetchedStep(taken, bags, lists.generations, OpenForward(self._forwards))
 
-    def _step_ahead(
-        self, batch: Batch, shape: BatchShape, lists: TableLists
-    ) -> tuple[Found, TakenStep]:
+    def _step_ahead(self, batch: Batch, bags: Bags | None, lists: TableLists) -> TakenStep:
         """Takes the step of a batch whose forward comes later; tables may be frozen or not by then."""
         if lists.trained is not None:
-            return self._take_step(batch, shape, lists, lists.trained, _NONE)
-        found = self._find(batch, shape, lists, _NONE)
-        learning = torch.full_like(found.rows, -1)
-        return found, TakenStep(
-            found.rows, found.num_absent > 0, learning=learning, streams=lists.streams
-        )
+            return self._take_step(batch, bags, lists, lists.trained, _NONE)[1]
+        found = self._find(batch, bags, lists, _NONE)
+        learning, missing = torch.full_like(found.rows, -1), bool(found.absent.any())
+        return TakenStep(found.rows, missing, learning=learning, streams=lists.streams)
 
     def _found_ahead(
-        self, batch: Batch, shape: BatchShape, ahead: PrefetchedStep, lists: TableLists
-    ) -> tuple[Found, TakenStep]:
+        self, batch: Batch, bags: Bags | None, ahead: PrefetchedStep, lists: TableLists
+    ) -> TakenStep:
         """Returns the step that was taken ahead, for the tables that are trained now."""
         ahead.check_size(batch.ids)
         if not ahead.is_of(lists):  # again for the tables that were loaded or converted since
             as_then = ahead.tables_as_then(lists)
-            _, again = self._step_ahead(batch, shape, list_tables(self.tables, as_then))
+            again = self._step_ahead(batch, bags, list_tables(self.tables, as_then))
             ahead = ahead.joined(again, as_then, batch.table_offsets)
-        batch.begins, batch.table_offsets, offsets = ahead.bags
-        step = ahead.now(lists, batch.table_offsets)
-        return Found(_UNKNOWN, step.rows, offsets, _UNKNOWN, 0), step
+        batch.begins, batch.table_offsets, batch.offsets = ahead.bags
+        return ahead.now(lists, batch.table_offsets)
 
     @locked
     def ask_ahead(self, ids: Mapping[int, Tensor], training: bool) -> None:
@@ -401,35 +398,34 @@ class TableGroup:
         """Uses other tables with the settings of the present ones."""
         self.tables, self._lists = list(tables), None
 
-    def _anchored(self) -> Tensor:
-        if self._anchor is None:
-            self._anchor = torch.zeros((), requires_grad=True, device="cpu")
-        return self._anchor
-
     def _take_step(
         self,
         batch: Batch,
-        shape: BatchShape,
+        bags: Bags | None,
         lists: TableLists,
         trained: TrainedTables,
         pools: int = _KNOWN,
-    ) -> tuple[Found, TakenStep]:
+    ) -> tuple[Tensor | None, TakenStep]:
         """Runs the training step of the trained tables, and finds the rows of all ids."""
-        find = partial(self._find, batch, shape, lists, pools)
+        for t in self.in_files:
+            self.tables[t].weights.check_process(lookup_of(self.tables))
+        if self.deferred is not None:
+            trained.shared.earlier = self.deferred.sizes
+        find = partial(self._find, batch, bags, lists, pools)
         found, step = take_step(trained, batch, find, self._uses)
         if self.deferred is not None:
             self.deferred.begin(batch.table_offsets, trained.tables)
             trained.shared.earlier = self.deferred.sizes
         scored = trained.with_life and lists.has_changes
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
-        learning = lists.rows_to_update(step.rows, batch.table_offsets)
+        learning = step.rows
+        if lists.is_frozen is not None:
+            learning = lists.rows_to_update(learning, batch.table_offsets)
         if batch.uses is not None:
             learning = masked(learning, batch.uses.trains)
-        return found, step._replace(
-            learning=learning,
-            streams=streams,
-            noted=tokens_of(self._logs()) if scored else None,
-        )
+        noted = tokens_of(self._logs()) if scored else None
+        step = TakenStep(step.rows, step.missing, step.new_index, learning, streams, noted)
+        return found.out, step
 
     def _logs(self) -> list[ChangeLog | None]:
         return [table.change_log for table in self.tables]
@@ -437,9 +433,7 @@ class TableGroup:
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are much larger than the rows in use. A copy does not hold them: it lists its own tables. And
         # it has no graphs.
-        return {
-            **self.__dict__, "_lists": None, "_anchor": None, "_forwards": None, "deferred": None
-        }  # fmt: skip
+        return {**self.__dict__, "_lists": None, "_forwards": None, "deferred": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -454,41 +448,72 @@ class TableGroup:
             self._lists = list_tables(self.tables)
         return self._lists
 
-    def _check_backward(self, forward: Forward) -> None:
+    def backward(
+        self, forward: Forward, grad: Tensor, weights: Tensor | None, wants_grad: bool
+    ) -> Tensor | None:
+        """Updates the rows of a forward, with the lock held, or keeps the update if updates are deferred.
+
+        grad is of the output of the forward. Returns the gradient of the weights [N] if it is wanted.
+        """
+        lists, deferred = self._current(), self.deferred
         if forward.is_done:
             raise RuntimeError(
                 "lookup: expected one backward through a forward, got a second. The rows are "
                 "updated already; run the forward again."
             )
-        if forward.generations != self._current().generations:
+        if forward.generations != lists.generations:
             raise RuntimeError(
                 "lookup: expected the tables of the forward at its backward, got tables that were "
                 "loaded or converted in between, moved, or given another optimizer. Run backward first."
             )
-
-    def _weights_grad(self, forward: Forward, grad: Tensor) -> Tensor:
-        """Returns the gradient of the weights of a forward, [N] float32; `grad` is of its output."""
-        bags, prepared = forward.bags, self._current().prepared.get()
-        return ops.weights_grad_prepared(
-            grad, forward.shown, forward.initial_ids, bags.offsets, bags.segments, prepared,
-            self.is_mean,
-        )  # fmt: skip
-
-    def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
-        """Writes the update of a forward, or keeps it if updates are deferred; `grad` is of its output."""
-        # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
+        # A deferred gradient outlives this call: the caller may use one buffer for all micro-batches.
+        grad = grad.to(torch.float32, copy=deferred is not None).contiguous()
+        optimizer, weights_grad = self.tables[0].optimizer, None
+        # Deferred gradients may have a loss scale. Those of rows are clamped when it is taken off; those of
+        # weights are not clamped.
+        if optimizer.gradient_clipping and deferred is None:
+            grad = grad.clamp(-optimizer.max_gradient, optimizer.max_gradient)
+        if weights is not None:
+            if wants_grad:
+                weights_grad = self._weights_grad(forward, grad, lists).to(weights.dtype)
+            weights = as_float(weights)
+        # Noted before the update: an interrupted backward is not repeated, since it may have updated rows.
         forward.is_done = True
-        update = Update(forward, grad, weights)
+        if forward.trained is not None:
+            lock = self.tables[0].lock
+            try:
+                lock.is_changing = True
+                if deferred is not None:
+                    deferred.add(Update(forward, grad, weights))
+                    return weights_grad
+                self._write(lists, forward, grad, weights)
+            except Exception as error:
+                if self._writes_all():
+                    raise
+                raise_after_backward(error)
+            finally:
+                lock.is_changing = False
+        forward.open_forward.close()
+        return weights_grad
+
+    def _writes_all(self) -> bool:
+        """Returns True if no update of a backward is refused, as one that is not finite."""
         if self.deferred is not None:
-            self.deferred.add(update)
-            return
-        try:
-            self._write(update)
-        except Exception as error:
-            if not self._current().refuses_nonfinite and self.tables[0].optimizer.own is None:
-                raise
-            raise_after_backward(error)
-        forward.close()
+            return True
+        if self.tables[0].optimizer.own is not None:
+            return False
+        return all(table.config.on_nonfinite == "write" for table in self.tables)
+
+    def _weights_grad(self, forward: Forward, grad: Tensor, lists: TableLists) -> Tensor:
+        """Returns the gradient of the weights of a forward, [N] float32.
+
+        Computed from the present rows: in a pipeline another batch may have updated them.
+        """
+        initial_ids = forward.ids if lists.shows_initial else None
+        return ops.weights_grad_prepared(
+            grad, forward.shown, initial_ids, forward.offsets, forward.bags.segments,
+            lists.prepared.get(), self.is_mean,
+        )  # fmt: skip
 
     @locked
     @changes
@@ -506,10 +531,10 @@ class TableGroup:
         self._end_step()
         if not deferred.updates:
             return
-        generations = self._current().generations
-        if any(update.forward.generations != generations for update in deferred.updates):
+        lists = self._current()
+        if any(update.forward.generations != lists.generations for update in deferred.updates):
             raise self._changed_before_step()
-        self._write(deferred.joined(self._bag_layout, self.max_gradient))
+        self._write(lists, *deferred.joined(self._bag_layout, self.max_gradient))
         deferred.close()
 
     @locked
@@ -554,7 +579,9 @@ class TableGroup:
         )
 
     def _row_sums(self, update: Update) -> list[RowSums]:
-        return row_sums(update, [table.columns for table in self.tables], self.is_mean)
+        table_offsets = self._bag_layout.offsets_of_tables(update.forward.begins)
+        columns = [table.columns for table in self.tables]
+        return row_sums(update, table_offsets, columns, self.is_mean)
 
     @locked
     @changes
@@ -576,36 +603,53 @@ class TableGroup:
         for shared in {table.own.shared for table in self.tables}:
             shared.earlier = None
 
-    def _write(self, update: Update) -> None:
+    def _write(
+        self, lists: TableLists, forward: Forward, grad: Tensor, weights: Tensor | None
+    ) -> None:
         """Sums the gradients of each distinct row of an update and applies the optimizer."""
-        lists, (forward, grad, weights) = self._current(), update
         trained, bags = forward.trained, forward.bags
         assert trained is not None
-        withheld = [t for t, numbers in enumerate(lists.row_numbers) if numbers.withheld_parts]
+        withheld: dict[int, TableShard] = {}
+        for t, numbers in enumerate(lists.row_numbers):
+            if numbers.withheld_parts:
+                withheld[t] = self.tables[t]
         if withheld:
-            tables = {t: self.tables[t] for t in withheld}
-            count_late_grads(tables, forward.rows, bags.table_offsets)
+            table_offsets = self._bag_layout.offsets_of_tables(forward.begins)
+            count_late_grads(withheld, forward.rows, table_offsets)
         if lists.trained is not None and lists.trained.shared is trained.shared:
-            lists.trained.shared.edits += 1
+            trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
             for table in trained.tables.values():
                 table.own = table.own._replace(edits=table.own.edits + 1)
-        optimizer, batch = self.tables[0].optimizer, (forward.rows, bags.table_offsets)
-        logs = unrecorded(self._logs(), forward.noted) if lists.has_changes else []
-        id_maps = [table.id_map for table in self.tables] if any(logs) else []
-        if optimizer.own is not None:
-            sums = self._row_sums(update)
-            written = update_by_rule(
-                optimizer.own, self.tables, sums, forward.streams, self.learning_rate
-            )
-            note_changed(logs, id_maps, *batch)
-            with commit(*self.tables):
-                for write in written:
-                    write()
+        if self.tables[0].optimizer.own is not None:
+            self._write_by_rule(Update(forward, grad, weights), lists)
             return
-        listed_marks = note_update(logs, id_maps, *batch)
+        marks: tuple[Sequence[Tensor], Tensor | None] = (), None
+        if lists.has_changes:
+            marks = note_update(*self._changed(forward))
         ops.update_prepared_(
-            grad, forward.ids_or_rows, forward.rows, bags.offsets, weights, bags.segments,
-            forward.streams, self.is_mean, optimizer.hyper(self.learning_rate),
-            forward.reduction.scales, forward.reduction.senders, *listed_marks, lists.prepared.get(),
+            grad, forward.ids_or_rows, forward.rows, forward.offsets, weights, bags.segments,
+            forward.streams, self.is_mean, [self.learning_rate, *lists.hyper],
+            forward.reduction.scales, forward.reduction.senders, *marks, lists.prepared.get(),
         )  # fmt: skip
+
+    def _write_by_rule(self, update: Update, lists: TableLists) -> None:
+        """`_write` by a rule in Python."""
+        rule = self.tables[0].optimizer.own
+        assert rule is not None
+        written = update_by_rule(
+            rule, self.tables, self._row_sums(update), update.forward.streams, self.learning_rate
+        )
+        if lists.has_changes:
+            note_changed(*self._changed(update.forward))
+        with commit(*self.tables):
+            for write in written:
+                write()
+
+    def _changed(
+        self, forward: Forward
+    ) -> tuple[list[ChangeLog | None], list[IdMap], Tensor, Tensor]:
+        """Returns the logs that have not recorded the rows of a forward, and what they record."""
+        logs = unrecorded(self._logs(), forward.noted)
+        id_maps = [table.id_map for table in self.tables] if any(logs) else []
+        return logs, id_maps, forward.rows, self._bag_layout.offsets_of_tables(forward.begins)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.life import (
     EVERY_ID,
     NO_ID,
@@ -30,6 +29,7 @@ from torchrec_dyn.life import (
     CounterTables,
     RowLife,
 )
+from torchrec_dyn.lookup.gradient_reduction import Reduction
 from torchrec_dyn.storage import (
     CLOCKS,
     TABLES,
@@ -168,8 +168,12 @@ class TrainedTables:
             sizes = occurrences.diff()[self._is_trained]
             occurrences = torch.cat([occurrences[:1], sizes.cumsum(0)])
             absent = None if absent is None else absent[self._is_trained]
-        return self.shared.counted.after(
-            occurrences, absent, 1 if self.shared.earlier is None else 0
+        before = self.shared.counted
+        return Counted(
+            before.steps + (self.shared.earlier is None),
+            before.forwards + 1,
+            before.ids + occurrences,
+            before.absent if absent is None else before.absent + absent,
         )
 
     def num_absent(self, absent: Tensor) -> tuple[int, int]:
@@ -194,20 +198,20 @@ class TableLists:
 
     Attributes:
         token: the token of tables before the listing.
-        generations, configs, row_numbers: [T], of each table.
+        generations, row_numbers: [T], of each table.
         streams: [T, 3] int64 for `ops.update_rows_`, before the forwards of the shared counters.
         stepping: [T, 3] int64, what each forward of the shared counters adds to `streams`.
         is_frozen: [T] bool; None if no table is frozen.
         trained: the tables that are not frozen; None if all are frozen.
         shows_initial: True if unseen ids of a table read as initial rows.
         has_changes: True if a table records its changes.
-        refuses_nonfinite: True if a table does not write every update.
+        hyper: the hyper-parameters of `ops.update_rows_` behind the learning rate.
+        unsent: the reduction of a batch that no dist has sent.
         prepared: the tables as ops take them.
     """
 
     token: object
     generations: list[int]
-    configs: list[DynamicTableConfig]
     row_numbers: list[RowNumbers]
     streams: Tensor
     stepping: Tensor
@@ -215,7 +219,8 @@ class TableLists:
     trained: TrainedTables | None
     shows_initial: bool
     has_changes: bool
-    refuses_nonfinite: bool
+    hyper: list[float]
+    unsent: Reduction
     prepared: PreparedTables
 
     def rows_to_update(self, rows: Tensor, table_offsets: Tensor) -> Tensor:
@@ -263,19 +268,18 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         streams[list(learning), 2] -= trained.shared.counted.steps
     stepping = torch.zeros_like(streams)
     stepping[:, 2] = ~is_frozen
-    configs = _each(tables, "config")
     return TableLists(
         token=token,
         generations=_each(tables, "generation"),
-        configs=configs,
         row_numbers=_each(tables, "row_numbers"),
         streams=streams,
         stepping=stepping,
         is_frozen=is_frozen if bool(is_frozen.any()) else None,
         trained=trained,
-        shows_initial="initial" in {config.unseen for config in configs},
+        shows_initial=any(table.config.unseen == "initial" for table in tables),
         has_changes=_each(tables, "changes") != [None] * len(tables),
-        refuses_nonfinite={config.on_nonfinite for config in configs} != {"write"},
+        hyper=tables[0].optimizer.hyper(0.0)[1:],
+        unsent=Reduction([1.0] * len(tables), None),
         prepared=prepared,
     )
 

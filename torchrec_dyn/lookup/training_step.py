@@ -165,7 +165,7 @@ class _LifeStep:
         return found, taken
 
     def _expire(self, due: Sequence[int], written: change) -> set[int]:
-        """Removes expired ids and counters of tables that are `due`; returns the tables that lose some."""
+        """Removes expired ids and counters of the tables `due`; returns those that lose some."""
         trained, tables, lives = self._trained, self._tables, self._trained.lives
         for t in due:
             if lives[t].expires_by_time and lives[t].has_missed_time():

@@ -27,7 +27,8 @@ class FeatureIds:
     """The ids of some features, one feature after the other.
 
     Shapes: ids [N] int64, lengths [sum of batch_sizes], `stated` [sum of batch_sizes + 1] the offsets that
-    the batch states beside them, weights and scores [N] float32, batch_sizes [F]. `where` begins errors.
+    the batch states beside them, weights and scores [N] float32, batch_sizes [F]. `varies`: True if features
+    differ in the number of bags. `where` begins errors.
     """
 
     ids: Tensor
@@ -35,6 +36,7 @@ class FeatureIds:
     stated: Tensor | None
     weights: Tensor | None
     batch_sizes: list[int]
+    varies: bool
     where: str
     scores: Tensor | None = None
     _counts: list[int] | None = field(default=None, repr=False)
@@ -48,7 +50,7 @@ class FeatureIds:
 
     def _checked_counts(self) -> list[int]:
         sizes, ids = self.batch_sizes, self.ids.numel()
-        if len(set(sizes)) > 1:
+        if self.varies:
             sums = torch.stack([part.sum() for part in torch.split(self.lengths, sizes)])
         else:
             sums = self.lengths.reshape(len(sizes), -1).sum(1)
@@ -78,20 +80,16 @@ class FeatureIds:
         _ = self.counts
         return complete_cumsum(self.lengths)
 
-    @property
-    def varies(self) -> bool:
-        """True if features differ in the number of bags."""
-        return len(set(self.batch_sizes)) > 1
-
     def select(self, positions: Sequence[int]) -> FeatureIds:
         """Returns the features at these positions; a position may be repeated."""
-        counts = self.counts
+        counts, sizes = self.counts, [self.batch_sizes[i] for i in positions]
         return FeatureIds(
             ids=_picked(self.ids, counts, positions),
             lengths=_picked(self.lengths, self.batch_sizes, positions),
             stated=None,
             weights=None if self.weights is None else _picked(self.weights, counts, positions),
-            batch_sizes=[self.batch_sizes[i] for i in positions],
+            batch_sizes=sizes,
+            varies=len(set(sizes)) > 1,
             where=self.where,
             scores=None if self.scores is None else _picked(self.scores, counts, positions),
             _counts=[counts[i] for i in positions],
@@ -193,10 +191,13 @@ def _read_features(
     features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool
 ) -> FeatureIds:
     """As `checked_features`, but lengths are not checked."""
-    ids = as_int64(features.values(), where)
+    ids, weights, scores = features.values(), None, None
+    if ids.dtype != torch.int64:
+        ids = as_int64(ids, where)
     if ids.dim() != 1:
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
-    weights, scores = _weights(features, weighted, scored, where)
+    if weighted or scored:
+        weights, scores = _weights(features, weighted, scored, where)
     lengths, batch_sizes = features.lengths(), _batch_sizes(features, where)
     if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
         lengths = lengths.reshape(-1)
@@ -208,14 +209,15 @@ def _read_features(
     stated = features.offsets_or_none() if lengths.numel() else None
     if stated is not None and stated.numel() != lengths.numel() + 1:
         raise _offsets_that_differ(where)
-    return FeatureIds(ids, lengths, stated, weights, batch_sizes, where, scores)
+    varies = len(set(batch_sizes)) > 1
+    return FeatureIds(ids, lengths, stated, weights, batch_sizes, varies, where, scores)
 
 
 def _weights(
     features: KeyedJaggedTensor, weighted: bool, scored: bool, where: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the weights of a batch in its bags and as scores, [N] float32; None where they are not used."""
-    weights = features.weights_or_none() if weighted or scored else None
+    weights = features.weights_or_none()
     if weights is None:
         if weighted:
             raise ValueError(

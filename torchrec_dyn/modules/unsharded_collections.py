@@ -223,9 +223,7 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         if not isinstance(features, KeyedJaggedTensor):
             features = maybe_td_to_kjt(features, None)
         read = self._read(features)
-        if self.training:
-            self.unsharded_lookup.note_training()
-        outputs = self.unsharded_lookup.sequences(read, self.training)
+        outputs = self.unsharded_lookup.look_up(read, self.training)
         lengths = torch.split(read.lengths, read.batch_sizes)
         ids: Sequence[Tensor | None] = [None] * len(outputs)
         if self._need_indices:
@@ -331,9 +329,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
             )
         if inverse_indices is not None:
             checked_inverse(features, self._features, type(self).__name__)
-        if self.training:
-            self.unsharded_lookup.note_training()
-        pooled = self.unsharded_lookup.pooled(read, self.training)
+        pooled = self.unsharded_lookup.look_up(read, self.training)
         if inverse_indices is not None and len(pooled) == 1:
             pooled = list(torch.split(pooled[0], self._columns, dim=1))
         if inverse_indices is not None or len(pooled) > 1:

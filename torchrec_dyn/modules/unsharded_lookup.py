@@ -6,7 +6,7 @@ Legend: B bags per feature, D columns of a table, N ids of all features.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,7 +31,7 @@ from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TABLES, TableLock, locked
 from torchrec_dyn.table import TableShard
 
-_CALLER = 7  # frames from `note_training` up to the code that calls the collection
+_CALLER = 8  # frames from `_begin_training` up to the code that calls the collection
 
 
 _State = tuple[TableShard, torch.dtype, RowOptimizer]  # of one table: what groups are made of
@@ -46,24 +46,28 @@ class _Group:
     """
 
     tables: TableGroup
+    is_pooled: bool
     positions: list[int] | None
     columns: list[int]
 
-    def split(self, output: Tensor, batch_sizes: Sequence[int] | None) -> list[Tensor]:
-        """Returns the output of each feature, [bags, D]; batch_sizes: [F], if they differ."""
-        if batch_sizes is None:
-            return list(torch.split(output, self.columns, dim=1))
-        sizes = [bags * width for bags, width in zip(batch_sizes, self.columns, strict=True)]
-        flat = zip(torch.split(output, sizes), self.columns, strict=True)
-        return [part.view(-1, width) for part, width in flat]
-
-
-def _batch(features: FeatureIds, training: bool, varies: bool) -> Batch:
-    sizes = [[size] for size in features.batch_sizes] if varies else None
-    return Batch(
-        features.ids, features.lengths, features.stated, features.weights, training, sizes,
-        scores=features.scores, where=features.where,
-    )  # fmt: skip
+    def look_up(self, features: FeatureIds, training: bool) -> list[Tensor]:
+        """Returns the output of each feature, or of all together, as `UnshardedLookup.look_up` does."""
+        sizes = [[size] for size in features.batch_sizes] if features.varies else None
+        batch = Batch(
+            features.ids, features.lengths, features.stated, features.weights, training, sizes,
+            scores=features.scores, where=features.where,
+        )  # fmt: skip
+        output = self.tables(batch)
+        if not self.is_pooled:
+            features.note_begins(batch.begins)
+            return list(torch.split(output, features.counts))
+        if sizes is not None:
+            parts = [size * width for (size,), width in zip(sizes, self.columns, strict=True)]
+            flat = zip(torch.split(output, parts), self.columns, strict=True)
+            return [part.view(-1, width) for part, width in flat]
+        if self.positions is None:
+            return [output]
+        return list(torch.split(output, self.columns, dim=1))
 
 
 class UnshardedLookup:
@@ -100,43 +104,25 @@ class UnshardedLookup:
         """The lock of the tables."""
         return self.tables[0].lock
 
-    def pooled(self, features: FeatureIds, training: bool) -> list[Tensor]:
-        """Returns the pooled rows of features in table order, [B, D] each; in training unseen ids get rows.
+    def look_up(self, features: FeatureIds, training: bool) -> list[Tensor]:
+        """Returns the rows of features in table order; in training unseen ids get rows.
 
-        If all features are in one group and have the same number of bags, they are a single tensor
-        [B, sum of D]: then no copy is needed to join the outputs.
+        Pooled: [B, D] for each feature. If all features are in one group and have the same number of bags,
+        they are a single tensor [B, sum of D]: then no copy is needed to join the outputs. Not pooled:
+        [ids of the feature, D] for each feature.
         """
-        varies = features.varies
-
-        def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            output = group.tables(_batch(chosen, training, varies))
-            if group.positions is None and not varies:
-                return [output]
-            return group.split(output, chosen.batch_sizes if varies else None)
-
-        return self._by_feature(features, look_up)
-
-    def sequences(self, features: FeatureIds, training: bool) -> list[Tensor]:
-        """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
-
-        def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            batch = _batch(chosen, training, chosen.varies)
-            output = group.tables(batch)
-            chosen.note_begins(batch.begins)
-            return list(torch.split(output, chosen.counts))
-
-        return self._by_feature(features, look_up)
-
-    def _by_feature(
-        self, features: FeatureIds, look_up: Callable[[_Group, FeatureIds], list[Tensor]]
-    ) -> list[Tensor]:
-        """Looks up the features of each group, and returns the outputs in the order of all features."""
-        check_taken(self.lock, self.where)
+        if training:
+            check_runs_once(self.where, self._trained)
+            if not self._has_warned:
+                self._begin_training()
+        check_taken(self.tables[0].lock, self.where)
+        groups = self._current_groups()
+        if groups[0].positions is None:
+            return groups[0].look_up(features, training)
         outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
-        for group in self._current_groups():
-            if group.positions is None:
-                return look_up(group, features)
-            parts = look_up(group, features.select(group.positions))
+        for group in groups:
+            assert group.positions is not None
+            parts = group.look_up(features.select(group.positions), training)
             for position, part in zip(group.positions, parts, strict=True):
                 outputs[position] = part
         return outputs
@@ -154,11 +140,8 @@ class UnshardedLookup:
             assert self._optimizer is not None
             return self._optimizer
 
-    def note_training(self) -> None:
-        """Checks the callers of a training forward. The first one warns of options without effect."""
-        check_runs_once(self.where, self._trained)
-        if self._has_warned:
-            return
+    def _begin_training(self) -> None:
+        """Checks the callers of the first training forward, and warns of options without effect."""
         names = [table.config.name for table in self.tables]
         check_not_wrapped(f"{self.where}(tables={listed(names)})")
         self._has_warned = True
@@ -184,16 +167,16 @@ class UnshardedLookup:
 
     def _current_groups(self) -> list[_Group]:
         # Every forward asks: so no function is called for each table as long as none has changed.
-        now = TABLES.now
-        weights = [table._parameters["weight"] for table in self.tables]
+        now, (classes, kwargs) = TABLES.now, CHOICES
         marks = [
-            (weight.is_meta, weight.requires_grad, *map(vars(weight).get, CHOICES))  # type: ignore[union-attr]
-            for weight in weights
+            (id(weight), weight.requires_grad, vars(weight).get(classes), vars(weight).get(kwargs))
+            for table in self.tables
+            if (weight := table._parameters["weight"]) is not None
         ]
         if now is self._grouped_at and marks == self._grouped_marks:
             return self._groups
-        self._grouped_marks = deepcopy(marks)  # TorchRec writes to the marks in place
         shards = [table.rows() for table in self.tables]
+        self._grouped_marks = deepcopy(marks)  # TorchRec writes to the marks in place
         if now is self._grouped_at and now is TABLES.now:  # `rows` may have changed a table
             return self._groups
         state = [(shard, shard.dtype, shard.optimizer) for shard in shards]
@@ -240,7 +223,7 @@ class UnshardedLookup:
         tables = TableGroup(shards, [counts[number] for number in numbers], pooling, dtype, uses)
         positions = [i for number in numbers for i in range(begins[number], begins[number + 1])]
         columns = [config.embedding_dim for config in configs for _ in config.feature_names]
-        return _Group(tables, None if has_all else positions, columns)
+        return _Group(tables, pooling != "none", None if has_all else positions, columns)
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
         rates = {} if self._optimizer is None else self._optimizer.rates

@@ -106,25 +106,20 @@ def check_not_gathered(where: str) -> None:
 
 def check_runs_once(where: str, trained: Callable[[], Sequence[str]]) -> None:
     """Raises ValueError if a lookup of `trained()` tables is in a function that backward will run again."""
-    if _runs_again() and (names := trained()):
+    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    runs_again = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+    # Re-entrant checkpointing runs it in an autograd function, which takes forward-mode gradients away, too.
+    runs_again = runs_again or not (
+        torch.is_grad_enabled()
+        or torch._C._is_fwd_grad_enabled()
+        or torch.is_inference_mode_enabled()
+    )
+    if runs_again and (names := trained()):
         raise ValueError(
             f"{where}: expected a lookup of trained tables {listed(names)} outside of "
             "torch.utils.checkpoint, got one inside, which backward would run again: it would count two "
             "steps. Call the collection before the checkpointed function, and pass it the output."
         )
-
-
-def _runs_again() -> bool:
-    """Returns True in the first run of a function that torch.utils.checkpoint will run again."""
-    hooks = _autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__:
-        return True
-    # Re-entrant checkpointing runs it in an autograd function, which takes forward-mode gradients away, too.
-    return not (
-        torch.is_grad_enabled()
-        or torch._C._is_fwd_grad_enabled()
-        or torch.is_inference_mode_enabled()
-    )
 
 
 def _running(name: str, *functions: Callable[..., Any]) -> Any:

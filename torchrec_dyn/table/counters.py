@@ -38,16 +38,6 @@ class Counted(NamedTuple):
     ids: Tensor
     absent: Tensor
 
-    def after(self, table_offsets: Tensor, absent: Tensor | None, steps: int = 1) -> Counted:
-        """Returns the numbers after one more forward, which begins `steps` steps: 1, or 0 within a step.
-
-        table_offsets [T + 1] int64: the first occurrence of each table, and the end of the last.
-        absent [T] int64: occurrences without a row; None if there were none.
-        """
-        all_absent = self.absent if absent is None else self.absent + absent
-        ids = self.ids + table_offsets
-        return Counted(self.steps + steps, self.forwards + 1, ids, all_absent)
-
 
 class SharedCounters:
     """Counters of T tables that step together.
