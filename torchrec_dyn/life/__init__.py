@@ -16,6 +16,7 @@ from torchrec_dyn.life.admission import (
     NO_ID,
     OCCURRED,
     AdmissionCounters,
+    AdmissionRule,
     AdmissionRules,
     Admitted,
     Asked,

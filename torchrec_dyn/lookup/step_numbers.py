@@ -23,9 +23,9 @@ def occurrences_of(trained: TrainedTables, batch: Batch) -> Tensor:
     Checks the times, and the scores if some table counts them. A GPU's host waits if there are any.
     """
     ids, times, table_offsets = batch.ids, batch.times, batch.table_offsets
-    if trained.units:
+    if trained.living.units:
         _check_scores(trained, batch)
-    if times is None or not trained.with_life:
+    if times is None or not trained.living.numbers:
         return table_offsets
     if times.dtype != torch.int64 or times.shape != ids.shape:
         got = f"{list(times.shape)} of {times.dtype}"
@@ -40,14 +40,14 @@ def occurrences_of(trained: TrainedTables, batch: Batch) -> Tensor:
         raise ValueError(f"take_step: expected times in [1, 2^32), got {least} to {most}.")
     # A table without a life counts each sent id once, whatever the other tables of its group are.
     seen = table_offsets.diff()
-    seen[trained.with_life] = host_numbers(numbers)[trained.with_life]
+    seen[trained.living.numbers] = host_numbers(numbers)[trained.living.numbers]
     return torch.cat([table_offsets[:1], seen.cumsum(0)])
 
 
 def _check_scores(trained: TrainedTables, batch: Batch) -> None:
     """Raises ValueError unless a batch has a valid score for each id of the tables that count scores."""
     scores, ids = batch.scores, batch.ids
-    where = f"table '{trained.tables[min(trained.units)].name}'"
+    where = f"table '{trained.tables[min(trained.living.units)].name}'"
     if scores is None:
         if not ids.numel():
             return
@@ -58,7 +58,7 @@ def _check_scores(trained: TrainedTables, batch: Batch) -> None:
             f"{scores.dtype} for {ids.numel()} ids."
         )
     ends = batch.table_offsets.tolist()
-    parts = torch.cat([scores[ends[number] : ends[number + 1]] for number in trained.units])
+    parts = torch.cat([scores[ends[number] : ends[number + 1]] for number in trained.living.units])
     [wrong] = read([((parts >= 0) & (parts < torch.inf)).logical_not_().sum()])
     if wrong:
         raise wrong_scores(where, wrong)
@@ -66,11 +66,11 @@ def _check_scores(trained: TrainedTables, batch: Batch) -> None:
 
 def added_by(trained: TrainedTables, batch: Batch) -> Tensor | None:
     """Returns what each id adds to the count of its row, [N] int64; None: 1."""
-    if not trained.units or batch.scores is None:
+    if not trained.living.units or batch.scores is None:
         return batch.times
     added = torch.ones_like(batch.ids) if batch.times is None else batch.times.clone()
     ends = batch.table_offsets.tolist()
-    for number, unit in trained.units.items():
+    for number, unit in trained.living.units.items():
         of_table = slice(ends[number], ends[number + 1])
         # In float64, whose division and rounding are the same on every device.
         units = (batch.scores[of_table].detach().double() / unit).round_()
@@ -89,7 +89,7 @@ def counts_of_new(
     if batch.times is None:
         return sent
     timed, counts = summed(*new, batch.times), sent.clone()
-    for number in trained.with_life:
+    for number in trained.living.numbers:
         own = slice(ends[number], ends[number + 1])
         counts[own] = timed[own]
     return counts
@@ -121,14 +121,14 @@ def first_counts(
 
     `new` as for `counts_of_new`; `added` is what each id of the batch adds, [N] int64.
     """
-    if not trained.units or added is None:
+    if not trained.living.units or added is None:
         return admitted.counts
     weighed = summed(*new, _given(batch.uses, added)).index_select(0, admitted.places)
     sizes = admitted.sizes(ADMITTED)
     both = zip(
         sizes, weighed.split([*sizes.values()]), admitted.counts.split([*sizes.values()]), strict=True
     )  # fmt: skip
-    parts = [weighing if t in trained.units else counting for t, weighing, counting in both]
+    parts = [weighing if t in trained.living.units else counting for t, weighing, counting in both]
     return torch.cat(parts) if parts else admitted.counts
 
 

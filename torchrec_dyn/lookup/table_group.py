@@ -416,7 +416,7 @@ class TableGroup:
         if self.deferred is not None:
             self.deferred.begin(batch.table_offsets, trained.tables)
             trained.shared.earlier = self.deferred.sizes
-        scored = trained.with_life and lists.has_changes
+        scored = trained.living.numbers and lists.has_changes
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         learning = step.rows
         if lists.is_frozen is not None:

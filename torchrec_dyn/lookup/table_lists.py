@@ -19,19 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import (
-    EVERY_ID,
-    NO_ID,
-    NO_STEP,
-    AdmissionRules,
-    Admitted,
-    Asked,
-    CounterTables,
-    RowLife,
-)
 from torchrec_dyn.lookup.gradient_reduction import Reduction
+from torchrec_dyn.lookup.living_tables import LivingTables
 from torchrec_dyn.storage import (
-    CLOCKS,
     TABLES,
     ChangeLog,
     RowNumbers,
@@ -45,44 +35,6 @@ from torchrec_dyn.table import (
     on_shared_counters,
 )
 
-_NO_LIMIT = torch.iinfo(torch.int64).max
-
-
-class ExpirySchedule:
-    """When tables must be asked for expired rows or counters again (`RowLife.next_look`)."""
-
-    def __init__(self, lives: Mapping[int, RowLife]) -> None:
-        # The step of the shared counters, and the horizon if rows expire by time.
-        self._looks = {t: 0 for t, life in lives.items() if life.ages}
-        self._timed = {t: 0 for t in self._looks if lives[t].expires_by_time}
-        self._next_look = 0 if self._looks else NO_STEP
-        self._clocks: object = None
-
-    def due(self, tables: Mapping[int, TableShard], step: int) -> list[int]:
-        """Returns the numbers of the tables of which rows, or counters, may expire in a step."""
-        is_set = bool(self._timed) and self._clocks is not CLOCKS.now
-        if step < self._next_look and not is_set:
-            return []
-        due = {t for t, look in self._looks.items() if look <= step}
-        for t in self._timed.keys() - due if is_set else ():
-            life = tables[t].life
-            if life is not None and not life.passes(tables[t].next_step, self._timed[t]):
-                due.add(t)
-        if is_set and not due:
-            self._clocks = CLOCKS.now
-        return sorted(due)
-
-    def note_looked(self, tables: Mapping[int, TableShard], due: Sequence[int]) -> None:
-        """Notes that the expired rows of the tables that were `due` are removed in the present step."""
-        for t in due:
-            life = tables[t].life
-            assert life is not None
-            step, horizon = life.next_look(tables[t].step)
-            self._looks[t] = step - tables[t].own.step
-            if t in self._timed:
-                self._timed[t] = horizon
-        self._next_look, self._clocks = min(self._looks.values(), default=NO_STEP), CLOCKS.now
-
 
 class TrainedTables:
     """The tables of a group that a training step changes: those that are not frozen.
@@ -93,18 +45,8 @@ class TrainedTables:
         prepared: all tables of the group.
         first_steps: [T] int64, the step of each table before the forwards of the shared counters; 0 for a
             frozen table.
-        most_steps: the largest of `first_steps` among tables with a life.
-        lives: the lives of tables, by number.
-        with_life: numbers of the tables with a life.
-        counting: the counters of waiting ids, by number of the tables that have them.
-        counters: these as ops take them.
-        decaying: numbers of the tables whose counts decay.
-        units: the weight of one unit of a count, by number of the tables that count weights.
-        row_limits: [T] int64, the limit of each table that evicts when it is full, for other tables 2^63 - 1.
-        least_limit: the least of `row_limits`.
+        living: those with a life.
         has_changes: True if a table records its changes.
-        watched: numbers of tables whose policies may act in a step although all ids have rows, beside those
-            of `due`: at first all tables with a life, later the tables that the last step changed.
     """
 
     def __init__(
@@ -113,50 +55,19 @@ class TrainedTables:
         self.tables = tables
         self.shared = _share_counters([*tables.values()])
         self.prepared = prepared
-        lives = {t: table.life for t, table in tables.items() if table.life is not None}
-        self.lives = lives
-        self.counting = {t: own.waiting for t, own in lives.items() if own.waiting is not None}
-        self.counters = CounterTables(self.counting, count)
-        own = {
-            t: EVERY_ID if table.life is None else table.life.rule for t, table in tables.items()
-        }
-        self._rules = AdmissionRules([own.get(t, NO_ID) for t in range(count)])
+        self.living = LivingTables(tables, count)
         steps = {t: table.own.step for t, table in tables.items()}
         self.first_steps = host_numbers([steps.get(t, 0) for t in range(count)])
-        self.most_steps = max((steps[t] for t in lives), default=0)
-        limits = {t: tables[t].row_limit for t, life in lives.items() if life.replaces}
-        self.row_limits = host_numbers([limits.get(t, _NO_LIMIT) for t in range(count)])
-        self.least_limit = min(limits.values(), default=_NO_LIMIT)
-        self.with_life = list(lives)
-        self.decaying = [t for t, life in lives.items() if life.decays]
-        self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}
         self.has_changes = _each([*tables.values()], "changes") != [None] * len(tables)
-        self.watched = set(self.with_life)
-        self._expiry = ExpirySchedule(lives)
         self._is_trained: Tensor | None = None  # [T] bool if a table is frozen
         if len(tables) < count:
             self._is_trained = torch.zeros(count, dtype=torch.bool, device="cpu")
             self._is_trained[list(tables)] = True
 
-    def due(self) -> list[int]:
-        """Returns the numbers of the tables of which rows, or counters, may expire in the next forward."""
-        step = self.shared.counted.steps + (self.shared.earlier is None)
-        return self._expiry.due(self.tables, step)
-
-    def note_step(self, due: Sequence[int], acting: set[int]) -> None:
-        """Notes a step: its tables that were `due` have lost their expired rows, and these have changed."""
-        for t in {*self.watched, *due, *acting} & self.lives.keys():
-            self.lives[t].drop_expired(self.tables[t].step)
-        self.watched = acting
-        if due:
-            self._expiry.note_looked(self.tables, due)
-
-    def admit(
-        self, new: tuple[Tensor, Tensor, Tensor], asked: Asked | None, sums: bool
-    ) -> Admitted:
-        """Decides the admission of new ids in the next step. As `AdmissionRules.admit`."""
-        counters = self.counters.get()
-        return self._rules.admit(new, asked, counters, lambda t: self.tables[t].next_step, sums)
+    @property
+    def next_step(self) -> int:
+        """The step of the next forward, counted by the shared counters."""
+        return self.shared.counted.steps + (self.shared.earlier is None)
 
     def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers of the shared counters after one more forward.
@@ -170,7 +81,7 @@ class TrainedTables:
             absent = None if absent is None else absent[self._is_trained]
         before = self.shared.counted
         return Counted(
-            before.steps + (self.shared.earlier is None),
+            self.next_step,
             before.forwards + 1,
             before.ids + occurrences,
             before.absent if absent is None else before.absent + absent,
@@ -186,7 +97,7 @@ class TrainedTables:
 
     def logs(self) -> list[ChangeLog | None]:
         """Returns the log of changes of each table, [T]; None without a log, and for a frozen table."""
-        logs: list[ChangeLog | None] = [None] * len(self.row_limits)
+        logs: list[ChangeLog | None] = [None] * len(self.first_steps)
         for t, table in self.tables.items():
             logs[t] = table.change_log
         return logs

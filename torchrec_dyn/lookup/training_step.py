@@ -89,7 +89,7 @@ def take_step(
         ValueError: lengths, `times` or scores are wrong; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    if trained.with_life or (uses is not None and uses.inserts is not None):
+    if trained.living.numbers or (uses is not None and uses.inserts is not None):
         return _LifeStep(trained, batch).take(find)
     found = find()
     num_unseen, of_frozen = trained.num_absent(found.absent)
@@ -116,8 +116,9 @@ class _LifeStep:
 
     def __init__(self, trained: TrainedTables, batch: Batch) -> None:
         self._trained, self._batch = trained, batch
+        self._living = trained.living
         self._tables = trained.tables
-        self._rows_before = {t: self._tables[t].id_map.num_ids for t in trained.counting}
+        self._rows_before = {t: self._tables[t].id_map.num_ids for t in self._living.counting}
         self._counted: list[tuple[TableShard, str, int]] = []  # for `stats`
         # The new ids and what becomes of them; None if every id of a trained table has a row.
         self._new: _NewIds | None = None
@@ -125,11 +126,11 @@ class _LifeStep:
     def take(self, find: Callable[[], Found]) -> tuple[Found, TakenStep]:
         """Takes the step. As `take_step`."""
         trained, batch, tables = self._trained, self._batch, self._tables
-        if trained.most_steps + trained.shared.counted.steps + 1 >= NO_STEP:
-            for number in trained.with_life:
+        if self._living.most_steps + trained.shared.counted.steps + 1 >= NO_STEP:
+            for number in self._living.numbers:
                 tables[number].check_step(tables[number].next_step)
         with change(*tables.values()) as written:
-            due = trained.due()
+            due = self._living.due(trained.next_step)
             acting = self._expire(due, written) if due else set()
             found = find()
             occurrences = occurrences_of(trained, batch)
@@ -141,7 +142,7 @@ class _LifeStep:
             self._check_need(scored)
             if new is not None:
                 acting |= new.of_tables
-            looked_at = {*trained.watched, *due, *acting}
+            looked_at = {*self._living.watched, *due, *acting}
             full = self._reserve(looked_at)
             if full:
                 written.on_error(self._scores_before(scored))
@@ -159,30 +160,26 @@ class _LifeStep:
                 unseen.additions.commit()
             for table, counter, number in self._counted:
                 table.counters[counter] += number
-            trained.note_step(due, {*acting, *full})
+            self._living.note_step(due, {*acting, *full})
         if unseen is not None:
             unseen.fill(taken.rows)
         return found, taken
 
     def _expire(self, due: Sequence[int], written: change) -> set[int]:
         """Removes expired ids and counters of the tables `due`; returns those that lose some."""
-        trained, tables, lives = self._trained, self._tables, self._trained.lives
+        trained, tables, lives = self._trained, self._tables, self._living.lives
         for t in due:
             if lives[t].expires_by_time and lives[t].has_missed_time():
                 _warn_of_missed_time(tables[t], "rows expire", "no row expires")
         limits = {t: (lives[t].age_limit, tables[t].row_numbers.high_water_mark) for t in due}
-        removals = Removals(
-            tables,
-            trained.prepared,
-            *self._expired(limits, trained.prepared.get()),
-            "evicted_expired",
-        )
-        counting = {t: trained.counting[t] for t in due if t in trained.counting}
+        expired = self._expired(limits, trained.prepared.get())
+        removals = Removals(tables, trained.prepared, *expired, "evicted_expired")
+        counting = {t: self._living.counting[t] for t in due if t in self._living.counting}
         limits = {
             t: (counters.age_limit, counters.row_numbers.high_water_mark)
             for t, counters in counting.items()
         }
-        drops = trained.counters.removal(self._expired(limits, trained.counters.get()))
+        drops = self._living.counters.removal(self._expired(limits, self._living.counters.get()))
         for removal in (removals, drops):
             if removal.sizes:
                 written.on_error(removal.undo())
@@ -191,9 +188,9 @@ class _LifeStep:
         return {*removals.sizes, *drops.sizes}
 
     def _expired(self, limits: dict[int, tuple[AgeLimit | None, int]], handle: Tensor) -> Chosen:
-        """Returns the rows of tables that have expired, by their limits and the numbers of rows handed out."""
+        """Returns the expired rows of tables, by their limits and the numbers of rows handed out."""
         like, at = self._batch.ids, {t: self._tables[t].next_step for t in limits}
-        clocks = {t: self._trained.lives[t].clock for t in limits}
+        clocks = {t: self._living.lives[t].clock for t in limits}
         aging = {t: limit for t, (limit, _) in limits.items() if limit is not None}
         listings = [
             listing
@@ -215,7 +212,7 @@ class _LifeStep:
         new, ends = (new_ids, index), offsets.tolist()
         counts = counts_of_new(trained, batch, new, sent, ends)
         asked, sums = asked_of_new(batch, *new), batch.times is not None
-        admitted = trained.admit((new_ids, counts, offsets), asked, sums)
+        admitted = self._living.admit((new_ids, counts, offsets), asked, sums)
         sizes = admitted.sizes(ADMITTED)
         begin_with = first_counts(trained, batch, new, admitted, added)
         left_out = admitted.sizes(LEFT_OUT).items()
@@ -230,7 +227,7 @@ class _LifeStep:
         if self._batch.times is None:
             return found.absent
         # A table with a life counts the occurrences of absent ids, another each sent id once.
-        absent, with_life = found.absent.clone(), self._trained.with_life
+        absent, with_life = found.absent.clone(), self._living.numbers
         occurred = host_numbers([own[OCCURRED] for own in self._new.admitted.numbers])
         absent[with_life] = occurred[with_life]
         return absent
@@ -240,11 +237,11 @@ class _LifeStep:
     ) -> Callable[[], None]:
         """Returns a call that scores the rows found, in step `steps` of the shared counters."""
         trained, batch = self._trained, self._batch
-        if not trained.with_life:
+        if not self._living.numbers:
             return _nothing
         if trained.has_changes:
             note_changed(trained.logs(), batch.ids, found.rows, batch.table_offsets)
-        decayed = [self._decayed(t, found, scored, added) for t in trained.decaying]
+        decayed = [self._decayed(t, found, scored, added) for t in self._living.decaying]
         at_steps, tables = trained.first_steps + steps, trained.prepared.get()
 
         def touch() -> None:
@@ -258,7 +255,7 @@ class _LifeStep:
         self, t: int, found: Found, scored: Tensor, added: Tensor | None
     ) -> Callable[[], None]:
         """Returns a call that writes the counts of the rows seen, of a table whose counts decay."""
-        table, life = self._tables[t], self._trained.lives[t]
+        table, life = self._tables[t], self._living.lives[t]
         if not life.expires_by_time and life.has_missed_time():
             _warn_of_missed_time(table, "counts decay", "no count decays")
         begin, end = self._batch.table_offsets[t : t + 2].tolist()
@@ -288,7 +285,7 @@ class _LifeStep:
         """
         trained, batch = self._trained, self._batch
         earlier, offsets = trained.shared.earlier, batch.table_offsets
-        if earlier is None and batch.ids.numel() <= trained.least_limit:
+        if earlier is None and batch.ids.numel() <= self._living.least_limit:
             return {}
         sizes = offsets[1:] - offsets[:-1]  # a fifth of the time of `diff`
         if earlier is not None:
@@ -298,7 +295,7 @@ class _LifeStep:
             t: _num_distinct(scored[ends[t] : ends[t + 1]])
             if earlier is None
             else _num_seen(self._tables[t], scored[ends[t] : ends[t + 1]])
-            for t in (sizes > trained.row_limits).nonzero().flatten().tolist()
+            for t in (sizes > self._living.row_limits).nonzero().flatten().tolist()
         }
         return dict(zip(counts, read([*counts.values()]), strict=True))
 
@@ -325,7 +322,7 @@ class _LifeStep:
         """Removes the lowest rows of full tables, before the commit."""
         tables, prepared = self._tables, self._trained.prepared
         searches = [
-            self._trained.lives[t].search(
+            self._living.lives[t].search(
                 t, surplus, tables[t].next_step, tables[t].row_numbers.high_water_mark
             )
             for t, surplus in full.items()
@@ -337,13 +334,12 @@ class _LifeStep:
 
     def _change_counters(self, looked_at: set[int], written: change) -> Callable[[], None]:
         """Returns a call that writes the counters of waiting ids, and drops those above their limits."""
-        trained = self._trained
-        counting = [t for t in sorted(looked_at) if t in trained.counting]
+        counting = [t for t in sorted(looked_at) if t in self._living.counting]
         write: Callable[[], None] = _nothing
         more: dict[int, int] = {}
         if self._new is not None and counting:
             admitted, steps = self._new.admitted, {t: self._tables[t].next_step for t in counting}
-            changes = trained.counters.change(admitted, steps)
+            changes = self._living.counters.change(admitted, steps)
             more = {t: admitted.numbers[t][BEGUN] - admitted.numbers[t][DROPPED] for t in counting}
             write = changes.commit
         if not self._counter_searches(counting, more):
@@ -352,15 +348,15 @@ class _LifeStep:
             written.on_error(changes.undo())
             write()
         searches = self._counter_searches(counting, {})
-        lowest = lowest_rows(searches, self._batch.ids, trained.counters.get())
-        drops = trained.counters.removal(lowest)
+        lowest = lowest_rows(searches, self._batch.ids, self._living.counters.get())
+        drops = self._living.counters.removal(lowest)
         self._count("counters_dropped", drops.sizes)
         return drops.commit
 
     def _counter_searches(self, counting: Sequence[int], more: dict[int, int]) -> list[Search]:
         """Returns the searches for counters above their limits, if each table gets `more` counters."""
         searches = [
-            self._trained.lives[t].search_counters(
+            self._living.lives[t].search_counters(
                 t, self._tables[t].next_step, self._rows_before[t], more.get(t, 0)
             )
             for t in counting
@@ -425,7 +421,7 @@ def _num_distinct(rows: Tensor) -> Tensor:
 
 
 def _num_seen(table: TableShard, rows: Tensor) -> Tensor:
-    """Returns the number of distinct rows of a step, [] int64: of rows [N], without -1, and of earlier ones.
+    """Returns the number of distinct rows of a step, [] int64: of rows [N] without -1, and of earlier ones.
 
     Rows that no occurrence has scored (count 0) are not among the earlier ones: they may be evicted.
     """
