@@ -17,8 +17,7 @@ from torch import Tensor
 
 from torchrec_dyn import knobs, ops
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.listed_rows import ListedRows
-from torchrec_dyn.life.lowest_rows import Chosen, Search
+from torchrec_dyn.life.lowest_rows import Chosen, ListedRows, Search
 from torchrec_dyn.life.scores import SCORE_BYTES, ScoredMaps, Scores
 from torchrec_dyn.policies import Admission, AdmitAfter, AdmitWithProbability, Never
 from torchrec_dyn.storage import (

@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 
 from torchrec_dyn.life.clock import Clock
-from torchrec_dyn.life.listed_rows import ListedRows
-from torchrec_dyn.life.lowest_rows import Listing
+from torchrec_dyn.life.lowest_rows import ListedRows, Listing
 from torchrec_dyn.policies import ExpireAfter
 
 # One search serves a 16th of the lifetime of a row.

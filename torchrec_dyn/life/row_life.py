@@ -24,8 +24,7 @@ from torchrec_dyn.life.admission import (
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.decay import Decay
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.listed_rows import ListedRows
-from torchrec_dyn.life.lowest_rows import Search, lowest_rows
+from torchrec_dyn.life.lowest_rows import ListedRows, Search, lowest_rows
 from torchrec_dyn.life.scores import NO_STEP, ScoredMaps, Scores
 from torchrec_dyn.policies import (
     LeastFrequentlyUsed,

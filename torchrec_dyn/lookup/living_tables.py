@@ -89,12 +89,15 @@ class LivingTables:
         self.counters = CounterTables(self.counting, count)
         self.decaying = [t for t, life in lives.items() if life.decays]
         self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}
-        limits = {t: trained[t].row_limit for t, life in lives.items() if life.replaces}
-        self.row_limits = host_numbers([limits.get(t, _NO_LIMIT) for t in range(count)])
-        self.least_limit = min(limits.values(), default=_NO_LIMIT)
+        limits = [self._limit_of(t) for t in range(count)]
+        self.row_limits, self.least_limit = host_numbers(limits), min(limits)
         self.watched = set(self.numbers)
         self._rules = AdmissionRules([self._rule_of(t) for t in range(count)])
         self._expiry = ExpirySchedule(lives)
+
+    def _limit_of(self, number: int) -> int:
+        life = self.lives.get(number)
+        return self._trained[number].row_limit if life is not None and life.replaces else _NO_LIMIT
 
     def _rule_of(self, number: int) -> AdmissionRule:
         if number not in self._trained:
