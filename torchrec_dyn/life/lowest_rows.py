@@ -1,8 +1,8 @@
 """The rows that go first: expired rows, and the lowest rows of full tables, of several tables at once.
 
 Rows are listed by age in advance, so that searches over all rows are rare. A listed row that was seen or
-removed after the search has another `last_seen` than before and is skipped. Rows added or seen later are newer
-than all listed rows, so the front of the list is the front of the table.
+removed after the search has another `last_seen` than before and is skipped. Rows added or seen later are
+newer than all listed rows, so the front of the list is the front of the table.
 
 Tables are given by their number in a group whose maps and scores are prepared for the ops.
 
