@@ -118,7 +118,7 @@ class _LifeStep:
         self._trained, self._batch = trained, batch
         self._living = trained.living
         self._tables = trained.tables
-        self._rows_before = {t: self._tables[t].id_map.num_ids for t in self._living.counting}
+        self._rows_before: dict[int, int] = {}  # rows of tables before the step
         self._counted: list[tuple[TableShard, str, int]] = []  # for `stats`
         # The new ids and what becomes of them; None if every id of a trained table has a row.
         self._new: _NewIds | None = None
@@ -171,6 +171,7 @@ class _LifeStep:
         for t in due:
             if lives[t].expires_by_time and lives[t].has_missed_time():
                 _warn_of_missed_time(tables[t], "rows expire", "no row expires")
+        self._rows_before = {t: tables[t].id_map.num_ids for t in due}
         limits = {t: (lives[t].age_limit, tables[t].row_numbers.high_water_mark) for t in due}
         expired = self._expired(limits, trained.prepared.get())
         removals = Removals(tables, trained.prepared, *expired, "evicted_expired")
@@ -306,6 +307,7 @@ class _LifeStep:
         begun = {} if self._new is None else self._new.admitted.sizes(BEGUN)
         for t in sorted(looked_at):
             table, life = self._tables[t], self._tables[t].life
+            self._rows_before.setdefault(t, table.id_map.num_ids)
             surplus = table.id_map.num_ids + admitted.get(t, 0) - table.row_limit
             if life is not None and life.replaces and surplus > 0:
                 full[t] = surplus
