@@ -114,6 +114,30 @@ def test_pipelines_train_as_a_plain_loop(variable: bool) -> None:
     workers.run(train_through_pipelines, run, world_size=1)
 
 
+def train_full_tables(run: Run) -> None:
+    """In a plain loop and through pipelines, which take steps ahead, too, or look up before the backward."""
+    expected = pipeline_runs.train(run, "base")
+    results = {
+        name: pipeline_runs.train(run, name) for name in ("sparse_dist", "fused", "prefetch")
+    }
+    results["steps"] = pipeline_runs.train_with_steps_ahead(run)
+    for name, got in results.items():
+        assert got["losses"] == expected["losses"], name
+        check_same_states(got["states"], expected["states"])
+    evicted = [count["evicted_full"] for count in expected["stats"].values()]
+    assert min(evicted) > 0
+    early, loop = pipeline_runs.train(run, "semi_sync"), pipeline_runs.train_in_a_loop(run, True)
+    assert early["losses"] == loop["losses"] != expected["losses"]
+    check_same_states(early["states"], loop["states"])
+
+
+def test_pipelines_over_full_tables_train_as_loops() -> None:
+    lives = [{"eviction": dyn.LeastRecentlyUsed(), "unseen": "initial"}]
+    run = Run(("table_wise", "table_wise"), ("row_wise", "row_wise"), lives=lives)
+    run = dataclasses.replace(run, rows=60, drift=40, steps=8)
+    workers.run(train_full_tables, run, world_size=1)
+
+
 def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
     """Returns a result and the number of Python calls that it took, without those of its own."""
     calls = 0
