@@ -27,7 +27,7 @@ PLANS: dict[str, list[str]] = {
     "two groups": ["table_wise", "table_wise"],
 }
 OF_SEQUENCES = ["table_wise", "row_wise", "column_wise", "two types"]
-IDS = torch.arange(6)
+FEATURES, IDS = ["f0", "f1"], torch.arange(6)
 RIGHT = {"lengths": torch.tensor([2, 1, 0, 3])}
 SUM, OFFSETS = "negative and add up to the 6 ids", "expected offsets that begin at 0 and agree"
 WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
@@ -51,8 +51,13 @@ def case_of(plan: str, pooled: bool, **options: Any) -> Case:
     return Case(tables, pooled, exact, **options)
 
 
-def batch_of(**lengths: torch.Tensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(["f0", "f1"], IDS, **lengths)
+def batch_of(variable: bool = False, **lengths: torch.Tensor) -> KeyedJaggedTensor:
+    """Returns a batch of two samples, or of three that share the first feature's bag."""
+    sizes: dict[str, Any] = {}
+    if variable:
+        inverse = torch.tensor([[0, 0, 0], [0, 1, 2]])
+        sizes = {"stride_per_key_per_rank": [[1], [3]], "inverse_indices": (FEATURES, inverse)}
+    return KeyedJaggedTensor(FEATURES, IDS, **lengths, **sizes)
 
 
 def states_of(twins: ShardedTwins) -> list[Any]:
@@ -60,25 +65,35 @@ def states_of(twins: ShardedTwins) -> list[Any]:
     return [shard.export_state() for table in tables for shard in table.shards]
 
 
-def refuse(plan: str, pooled: bool) -> None:
+def forward(module: Any, batch: KeyedJaggedTensor, ahead: bool) -> None:
+    """Runs the stages of a forward; with a prefetch, as in a pipeline."""
+    ctx = module.create_context()
+    ids = module.input_dist(ctx, batch).wait().wait()
+    if ahead:
+        module.prefetch(ids, None, ctx)
+    module.compute_and_output_dist(ctx, ids).wait()
+
+
+def refuse(plan: str, pooled: bool, variable: bool = False) -> None:
     with MockDevice() as device:
-        twins = ShardedTwins(device, case_of(plan, pooled))
-        twins.forward(batch_of(**RIGHT))
+        twins = ShardedTwins(device, case_of(plan, pooled, variable=variable))
+        twins.forward(batch_of(variable, **RIGHT))
         before = states_of(twins)
-        for (name, (wrong, text)), training in itertools.product(WRONG.items(), [True, False]):
-            for model, place in zip(twins.models, (torch.device("cpu"), CUDA), strict=True):
-                model.train(training)
+        modes = [(True, False), (True, True), (False, False)]
+        for (name, (wrong, text)), (training, ahead) in itertools.product(WRONG.items(), modes):
+            for module, place in zip(twins.collections, (torch.device("cpu"), CUDA), strict=True):
+                module.train(training)
                 with pytest.raises(ValueError) as caught:
-                    model(batch_of(**wrong).to(place))
+                    forward(module, batch_of(variable, **wrong).to(place), ahead)
                 error = str(caught.value)
                 assert text in error and error.startswith("Dynamic"), (name, place, error)
                 ops.raise_errors(torch.empty(0, device=place))  # the error does not come again
         for one, other in zip(before, states_of(twins), strict=True):
             assert same_state(one, other)
-        for model in twins.models:
-            model.train()
-            assert len(model.module.collection._shards.batches) == 0  # none is on its way
-        twins.forward(batch_of(**RIGHT))
+        for module in twins.collections:
+            module.train()
+            assert len(module._shards.batches) == 0  # none is on its way
+        twins.forward(batch_of(variable, **RIGHT))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -86,11 +101,13 @@ def refuse(plan: str, pooled: bool) -> None:
 def test_wrong_lengths_are_one_error_before_anything_changes(pooled: bool, world: int) -> None:
     for plan in PLANS if pooled else OF_SEQUENCES:
         workers.run(refuse, plan, pooled, world_size=world)
+    for plan in ("row_wise", "two types"):
+        workers.run(refuse, plan, pooled, True, world_size=world)
 
 
 def test_whatever_reads_a_batch_checks_it() -> None:
     """So does the reader of a feature ahead, whose sums TorchRec keeps with the batch."""
-    check = BatchCheck(["f0", "f1"], weighted=False, pooled=True, where="Dynamic")
+    check = BatchCheck(FEATURES, weighted=False, pooled=True, where="Dynamic")
     for read in (lambda batch: batch["f1"], lambda batch: batch.split([1, 1])):
         for wrong, text in WRONG.values():
             with pytest.raises(ValueError, match=text):
