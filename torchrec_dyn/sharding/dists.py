@@ -68,8 +68,7 @@ class OwnerInputDist(nn.Module):
         if self._places is not None:
             by_owner = by_owner.permute(self._places, self._places_tensor)
         # The pipelines replace the forward of `_dist`: nothing may follow it.
-        mode = {"trains": features.trains, "is_torn": features.is_torn}
-        return self._dist(sent_batch(by_owner, **mode))
+        return self._dist(sent_batch(by_owner, trains=features.trains, is_torn=features.is_torn))
 
     def _sorted(self, features: SentBatch) -> tuple[KeyedJaggedTensor, Tensor]:
         """Sorts N ids by owner, and checks their lengths where the sums of each owner are read."""

@@ -141,7 +141,7 @@ class DynamicKernel(BaseEmbedding):
             batch.senders = self._senders(features, bags_of_ranks)
         output = self.group(batch, ahead)
         if (read := getattr(features, "read", None)) is not None:
-            read.note_begins(batch.begins)
+            read.note_begins(batch.begins)  # TorchRec cuts the outputs of sequences there
         if torch.is_grad_enabled() and not output.requires_grad:
             # In evaluation, or all tables of this kernel are frozen. But another rank may train tables, or
             # have none, for which TorchRec's output requires a gradient; and backward is collective. With one
@@ -152,7 +152,8 @@ class DynamicKernel(BaseEmbedding):
 
     def _batch(self, features: KeyedJaggedTensor, training: bool) -> Batch:
         varies = features.variable_stride_per_key()
-        read: FeatureIds | None = getattr(features, "read", None)  # of a SentBatch that stayed here
+        # A SentBatch has stayed on this rank: its lengths may be unchecked.
+        read: FeatureIds | None = getattr(features, "read", None)
         batch = Batch(
             features.values().contiguous(),
             features.lengths().contiguous(),
