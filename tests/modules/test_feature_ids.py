@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
+from torchrec_dyn.modules.feature_ids import FeatureReader, read_features
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 CONFIGS = [
@@ -34,7 +34,7 @@ def plain(features: KeyedJaggedTensor, key: str) -> tuple[list[int], list[int]]:
     "lengths", [[1] * 6, [3] * 6, [0] * 6, [2, 0, 1, 1, 3, 0], [0, 0, 0, 0, 0, 1], []]
 )
 def test_offsets_and_counts_are_sums_of_lengths(lengths: list[int], dtype: torch.dtype) -> None:
-    read = checked_features(batch("abc", lengths, dtype), False, "C")
+    read = read_features(batch("abc", lengths, dtype), False, "C")
     offsets = [sum(lengths[:bag]) for bag in range(len(lengths) + 1)]
     assert read.offsets().tolist() == offsets and read.offsets().dtype == torch.int64
     per_feature = len(lengths) // 3
@@ -46,16 +46,16 @@ def test_offsets_and_counts_are_sums_of_lengths(lengths: list[int], dtype: torch
 def test_int32_ids_are_widened_once() -> None:
     ids = torch.tensor([-(2**31), 2**31 - 1, -1])
     features = KeyedJaggedTensor(["a"], ids.int(), lengths=torch.tensor([1, 2]))
-    read = checked_features(features, False, "C")
+    read = read_features(features, False, "C")
     assert torch.equal(read.ids, ids) and read.ids.dtype == torch.int64
     features = KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([1, 2]))
-    assert checked_features(features, False, "C").ids is features.values()  # no copy
+    assert read_features(features, False, "C").ids is features.values()  # no copy
 
 
 def test_uint64_ids_are_read_by_their_bits() -> None:
     ids = torch.tensor([-1, 2**63 - 1, -(2**63)])
     features = KeyedJaggedTensor(["a"], ids.view(torch.uint64), lengths=torch.tensor([1, 2]))
-    read = checked_features(features, False, "C")
+    read = read_features(features, False, "C")
     assert torch.equal(read.ids, ids) and read.ids.data_ptr() == ids.data_ptr()  # no copy
 
 
@@ -88,7 +88,7 @@ def test_a_forward_widens_int32_ids_once() -> None:
 def test_bags_that_vary_by_feature() -> None:
     for lengths in ([1, 2, 0, 1], [1] * 4):
         features = batch("abc", lengths, stride_per_key_per_rank=[[1], [0], [3]])
-        read = checked_features(features, False, "C")
+        read = read_features(features, False, "C")
         assert read.varies and read.counts == [lengths[0], 0, sum(lengths[1:])]
 
 
@@ -135,7 +135,7 @@ def test_lengths_whose_sum_wraps_around() -> None:
     lengths = torch.tensor([2**62, 2**62, 2**62, 2**62, 3])
     features = KeyedJaggedTensor(["a"], torch.arange(3), lengths=lengths)
     with pytest.raises(ValueError, match="add up to the 3 ids"):
-        checked_features(features, False, "C")
+        assert read_features(features, False, "C").counts
 
 
 def test_offsets_first_made_in_inference_mode_serve_training() -> None:

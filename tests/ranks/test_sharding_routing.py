@@ -16,7 +16,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec_dyn import AdmitAfter, DynamicTableConfig, Never, ops
 from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
 from torchrec_dyn.sharding.dists import OwnerInputDist
-from torchrec_dyn.sharding.sent_modes import with_mode
+from torchrec_dyn.sharding.sent_batch import sent_batch
 from torchrec_dyn.storage import canonical_order
 
 LAST = 2**64 - 1
@@ -114,7 +114,7 @@ def dist_ids(kind: str, ids: torch.Tensor) -> list[list[int]]:
         values=torch.cat(shifted),
         lengths=torch.tensor([len(ids), 0] * features),
     )
-    arrived = module(with_mode(features_kjt, True, False)).wait().wait()
+    arrived = module(sent_batch(features_kjt, trains=True)).wait().wait()
     values = arrived.values().split(arrived.length_per_key())
     assert arrived.stride() == 2 * world
     return [part.tolist() for part in values]

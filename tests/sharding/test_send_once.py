@@ -10,7 +10,8 @@ from torchrec import KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.sharding.batches import Expansion, SendOnce, as_weights, counts_of
+from torchrec_dyn.sharding.batches import Expansion, SendOnce
+from torchrec_dyn.sharding.sent_batch import as_weights, counts_of
 from torchrec_dyn.table.shard import TableShard
 
 # Column shards as (table, features): tables alone, tables of several shards, and one of no ids.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from torchrec_dyn.sharding.sent_modes import SentBatch, with_mode
+from torchrec_dyn.sharding.sent_batch import SentBatch, sent_batch
 
 KEYS = ["a", "b"]
 WEIGHTS = [None, torch.tensor([0.5, 1.0, 2.0, 4.0])]
@@ -17,16 +17,14 @@ WEIGHTS = [None, torch.tensor([0.5, 1.0, 2.0, 4.0])]
 def plain(weights: Any = None) -> SentBatch:
     lengths = torch.tensor([1, 0, 1, 1, 0, 1])  # 3 samples
     ids = torch.tensor([1, 2, 3, 4])
-    return with_mode(
-        KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths), trains=True, is_torn=False
-    )
+    return sent_batch(KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths), trains=True)
 
 
 def varying(weights: Any = None) -> SentBatch:
     lengths, sizes = torch.tensor([2, 1, 0, 1]), [[1], [3]]
     ids = torch.tensor([5, 6, 7, 8])
     made = KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths, stride_per_key_per_rank=sizes)
-    return with_mode(made, trains=True, is_torn=False)
+    return sent_batch(made, trains=True)
 
 
 def rows_of(batch: SentBatch) -> list[tuple[str, list[int]]]:

@@ -118,6 +118,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread."""
         collection = self._embedding_bag_collection
         features = collection._check_batch(features, collection.training)
+        features.length_per_key()  # lengths are checked before the processors read them
         self._check_lengths(features)
         if self._row_wise_sharded:
             features = _with_own_weights(features)

@@ -31,7 +31,7 @@ from torchrec_dyn.sharding import (
     kernels_of,
     prefetch,
     remove_stale_forwards,
-    with_mode,
+    sent_batch,
 )
 from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
@@ -192,7 +192,6 @@ class ShardedTables(ForwardOutsideGraphs):
                 "order of its own. Shard the collection itself, without that module."
             )
         check_taken(self._shards.lock, self._shards.where)
-        ctx.sent = OpenForward(self._shards.batches)
         device = features.device()
         if device.type != "cpu":
             ctx.sending_stream = stream_on(device)
@@ -218,13 +217,22 @@ class ShardedTables(ForwardOutsideGraphs):
             parts = features.split(self._feature_splits)
         parts = self._noted(ctx, parts)
         if self._env.world_size == 1:
-            return ArrivedIds(parts, ctx)
+            sent: Awaitable[Awaitable[KJTList]] = ArrivedIds(parts, ctx)
+        else:
+            sent = self._exchanged(ctx, parts, is_torn)
+        ctx.sent = OpenForward(self._shards.batches)
+        return sent
+
+    def _exchanged(
+        self, ctx: Any, parts: list[KeyedJaggedTensor], is_torn: bool
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Sends the ids of each sharding type to their owners."""
         remove_stale_forwards(self._input_dists)
         sending = []
         for input_dist, part, context in zip(
             self._input_dists, parts, ctx.sharding_contexts, strict=True
         ):
-            sending.append(input_dist(with_mode(part, self.training, is_torn)))
+            sending.append(input_dist(sent_batch(part, trains=self.training, is_torn=is_torn)))
             if isinstance(context, SequenceShardingContext):
                 where = getattr(input_dist, "unbucketize_permute_tensor", None)
                 context.unbucketize_permute_tensor = where

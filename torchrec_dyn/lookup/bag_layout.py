@@ -60,8 +60,9 @@ def wrong_bags(tables: Sequence[TableShard], batch: Batch) -> ValueError:
     ids, lengths, offsets = batch.ids.numel(), batch.lengths, batch.offsets
     where = batch.where or lookup_of(tables)
     if lengths is not None:
-        least, total = (int(lengths.min()), int(lengths.sum())) if lengths.numel() else (0, 0)
-        if least < 0 or total != ids:
+        numbers = [*torch.aminmax(lengths), lengths.sum()] if lengths.numel() else [0, 0, 0]
+        least, most, total = (int(number) for number in numbers)
+        if least < 0 or most > ids or total != ids:  # the sum of long lengths may wrap around
             return ValueError(
                 f"{where}: expected lengths that are not negative and add up to the {ids} ids, got a minimum "
                 f"of {least} and a sum of {total}."

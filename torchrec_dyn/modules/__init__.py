@@ -14,7 +14,7 @@ from torchrec_dyn.modules.feature_ids import (
     check_keyed,
     check_keys_once,
     check_not_traced,
-    checked_features,
+    read_features,
 )
 from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,

@@ -40,27 +40,38 @@ class FeatureIds:
     where: str
     scores: Tensor | None = None
     _counts: list[int] | None = field(default=None, repr=False)
+    _begins: Tensor | None = field(default=None, repr=False)
 
     @property
     def counts(self) -> list[int]:
         """The number of ids of each feature, [F], after checks of lengths and offsets. A GPU's host waits."""
         if self._counts is None:
-            self._counts = self._checked_counts()
+            if self._begins is None:
+                self._counts, _ = self._checked_counts()
+            else:
+                self._counts = self._begins.diff().tolist()
         return self._counts
 
-    def _checked_counts(self) -> list[int]:
-        sizes, ids = self.batch_sizes, self.ids.numel()
-        if self.varies:
-            sums = torch.stack([part.sum() for part in torch.split(self.lengths, sizes)])
-        else:
-            sums = self.lengths.reshape(len(sizes), -1).sum(1)
-        read = [sums]
+    def counts_by_rank(self, lengths: Tensor, ranks: int) -> list[int]:
+        """Returns the number of ids for each rank and feature, [ranks * F], and notes the checked counts.
+
+        lengths [ranks * bags]: of these ids, sorted by rank.
+        """
+        sums = _sums_of_runs(lengths, self.batch_sizes * ranks)
+        self._counts, by_rank = self._checked_counts(sums)
+        return by_rank
+
+    def _checked_counts(self, *others: Tensor) -> tuple[list[int], list[int]]:
+        """Returns the counts and other numbers, all by one read."""
+        features, ids = len(self.batch_sizes), self.ids.numel()
+        read = [_sums_of_runs(self.lengths, self.batch_sizes), *others]
+        end = sum(one.numel() for one in read)
         if self.lengths.numel():
             read += torch.aminmax(self.lengths)
             if self.stated is not None:
                 read.append((self.stated != complete_cumsum(self.lengths)).any())
         numbers = torch.hstack(read).tolist()  # a GPU's host waits once
-        counts, (least, most, *differ) = numbers[: len(sizes)], numbers[len(sizes) :] or (0, 0)
+        counts, (least, most, *differ) = numbers[:features], numbers[end:] or (0, 0)
         # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
         if least < 0 or most > ids or sum(counts) != ids:
             raise ValueError(
@@ -69,11 +80,11 @@ class FeatureIds:
             )
         if any(differ):
             raise _offsets_that_differ(self.where)
-        return counts
+        return counts, numbers[features:end]
 
     def note_begins(self, begins: Tensor) -> None:
         """Notes where the ids of each feature begin, [F + 1] int64 on the CPU, which a lookup has read."""
-        self._counts = begins.diff().tolist()
+        self._begins = begins
 
     def offsets(self) -> Tensor:
         """Returns the checked begin of each bag, and the end of the last, [sum of batch_sizes + 1] int64."""
@@ -94,6 +105,13 @@ class FeatureIds:
             scores=None if self.scores is None else _picked(self.scores, counts, positions),
             _counts=[counts[i] for i in positions],
         )
+
+
+def _sums_of_runs(lengths: Tensor, sizes: list[int]) -> Tensor:
+    """Returns the sums of runs of lengths, one after the other, [runs]; sizes [runs]."""
+    if len(set(sizes)) > 1:
+        return torch.stack([part.sum() for part in torch.split(lengths, sizes)])
+    return lengths.reshape(len(sizes), -1).sum(1)
 
 
 def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tensor:
@@ -130,7 +148,7 @@ class FeatureReader:
         if keys != known:
             positions = self._find(keys)
             self._last = (list(keys), positions)
-        read = _read_features(features, self.weighted, self.where, self.scored)
+        read = read_features(features, self.weighted, self.where, self.scored)
         return read if positions is None else read.select(positions)
 
     def _find(self, keys: Sequence[str]) -> list[int] | None:
@@ -178,19 +196,10 @@ def check_keys_once(keys: Sequence[str], features: Iterable[str], where: str) ->
         )
 
 
-def checked_features(
+def read_features(
     features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool = False
 ) -> FeatureIds:
     """Checks that the tensors of a batch match, and returns the ids of all features, in their order."""
-    read = _read_features(features, weighted, where, scored)
-    _ = read.counts
-    return read
-
-
-def _read_features(
-    features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool
-) -> FeatureIds:
-    """As `checked_features`, but lengths are not checked."""
     ids, weights, scores = features.values(), None, None
     if ids.dtype != torch.int64:
         ids = as_int64(ids, where)

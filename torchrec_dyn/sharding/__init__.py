@@ -31,5 +31,5 @@ from torchrec_dyn.sharding.lookups import (
     kernels_of,
     prefetch,
 )
-from torchrec_dyn.sharding.sent_modes import check_modes, with_mode
+from torchrec_dyn.sharding.sent_batch import check_modes, sent_batch
 from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS

@@ -10,9 +10,6 @@ of different use (`FeatureUse`) are kept apart: the owner knows the use of an id
 repeats the rows that are sent back. In backward it sums the gradients of repeats in float32, in the order of
 the batch; the owner then sums those of the ranks, in their order.
 
-Counts, for tables with a life, are sent as the weights of the batch. Float32 is exact up to 2**24 only, so a
-count is sent as the 32 bits of an int32: the dists copy, sort and send weights, but never compute with them.
-
 Legend: F features, B bags of each feature, or examples, P column shards (mostly whole tables), N ids, U ids
 sent. A run of features of one table that have the same use, one after the other, is a table of its own in
 `SendOnce`.
@@ -39,9 +36,10 @@ from torchrec_dyn.modules import (
     bags_of_samples,
     check_keyed,
     check_keys_once,
-    checked_features,
     checked_inverse,
+    read_features,
 )
+from torchrec_dyn.sharding.sent_batch import SentBatch, as_weights, sent_batch
 
 _InverseIndices: TypeAlias = tuple[list[str], Tensor]
 
@@ -73,15 +71,16 @@ class BatchCheck:
         self, features: KeyedJaggedTensor | TensorDict, training: bool = False
     ) -> KeyedJaggedTensor:
         """Returns the user's batch, which may have further features, in the first batch's order of keys."""
-        features = maybe_td_to_kjt(features, self.features)
-        check_keyed(features, self.where)
+        if not isinstance(features, KeyedJaggedTensor):
+            features = maybe_td_to_kjt(features, self.features)
+            check_keyed(features, self.where)
         keys = features.keys()
         is_usual = keys == self._first_keys
         if not is_usual:
             self._check_names(keys)
         has_weights = features.weights_or_none() is not None
         reads_weights = self._weighted and (self.needs_weights or has_weights)
-        read = checked_features(features, reads_weights, self.where, self._scored)
+        read = read_features(features, reads_weights, self.where, self._scored)
         inverse = self._inverse_indices(features)
         features = _sendable(features, read, self._sent_weights(features, training), inverse)
         if is_usual:
@@ -145,14 +144,14 @@ def _sendable(
     read: FeatureIds,
     weights: Tensor | None,
     inverse: _InverseIndices | None,
-) -> KeyedJaggedTensor:
+) -> SentBatch:
     """Returns a batch with what was read of the user's, in the form that all ranks send."""
     # Contiguous, since some backends cannot send e.g. a column of a matrix. Offsets and other numbers that a
     # batch may keep beside its lengths are left behind: TorchRec would read them in some plans.
     varies, bags = features.variable_stride_per_key(), [[size] for size in read.batch_sizes]
-    batch = KeyedJaggedTensor.__new__(KeyedJaggedTensor)  # its constructor takes half of the time
-    batch.__dict__.update(
-        features.__dict__,
+    return sent_batch(
+        features,
+        read=read,
         _values=read.ids.contiguous(),
         _lengths=read.lengths.long().contiguous(),
         _weights=None if weights is None else weights.contiguous(),
@@ -161,13 +160,12 @@ def _sendable(
         _stride_per_key=read.batch_sizes,
         _stride_per_key_per_rank=torch.IntTensor(bags) if varies else None,
         _variable_stride_per_key=None,
-        _length_per_key=read.counts,  # else TorchRec adds up the lengths again, and waits for a GPU
+        _length_per_key=None,
         _offset_per_key=None,
         _lengths_offset_per_key=None,
         _jt_dict=None,
         _inverse_indices=inverse,
     )
-    return batch
 
 
 @dataclass(frozen=True)
@@ -344,13 +342,3 @@ class SendOnce:
         each = torch.tensor(counts, device="cpu").to(device, non_blocking=True).unsqueeze(1)
         spread = each // batch + (torch.arange(batch, device=device) < each % batch)
         return spread.to(features.lengths().dtype).flatten()
-
-
-def as_weights(counts: Tensor) -> Tensor:
-    """Returns counts [N] int64 in [1, 2**31) as weights: [N] float32 with the bits of int32 counts."""
-    return counts.to(torch.int32).view(torch.float32)
-
-
-def counts_of(weights: Tensor) -> Tensor:
-    """Returns the counts [N] int64 of weights [N] float32 that `as_weights` made, in any order."""
-    return weights.view(torch.int32).long()

@@ -19,6 +19,7 @@ Legend: B bags of a rank's batch, D columns of all features, F features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from inspect import ismethod
 from itertools import accumulate
@@ -42,7 +43,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
 from torchrec_dyn.sharding.lookups import values_per_rank
-from torchrec_dyn.sharding.sent_modes import SentBatch, with_mode
+from torchrec_dyn.sharding.sent_batch import SentBatch, sent_batch
 from torchrec_dyn.storage import host_numbers
 
 
@@ -62,12 +63,27 @@ class OwnerInputDist(nn.Module):
 
     def forward(self, features: SentBatch) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sorts the ids by owner and sends them."""
-        by_owner, where = sorted_by_owner(features, self._ranks, self._is_sequence)
+        by_owner, where = self._sorted(features)
         self.unbucketize_permute_tensor = where if self._is_sequence else None
         if self._places is not None:
             by_owner = by_owner.permute(self._places, self._places_tensor)
         # The pipelines replace the forward of `_dist`: nothing may follow it.
-        return self._dist(with_mode(by_owner, features.trains, features.is_torn))
+        return self._dist(sent_batch(by_owner, trains=features.trains, is_torn=features.is_torn))
+
+    def _sorted(self, features: SentBatch) -> tuple[KeyedJaggedTensor, Tensor]:
+        """Sorts N ids by owner, and checks their lengths where the sums of each owner are read."""
+        try:
+            by_owner, where = sorted_by_owner(features, self._ranks, self._is_sequence)
+        except RuntimeError:
+            features.length_per_key()  # raises the error of wrong lengths that names the collection
+            raise
+        try:
+            by_owner._length_per_key = features.counts_by_rank(by_owner.lengths(), self._ranks)
+        except ValueError:
+            with suppress(RuntimeError):
+                ops.raise_errors(features.values())  # the op's own report of these lengths
+            raise
+        return by_owner, where
 
 
 def sorted_by_owner(
@@ -216,15 +232,14 @@ class Here(NoWait[_Value]):
         return value
 
 
-class ArrivedIds(KJTListSplitsAwaitable[Any]):
+class ArrivedIds(Here[Here[KJTList]], KJTListSplitsAwaitable[Any]):
     """The ids of each sharding type, as if they had been sent. Pipelines take its `awaitables`."""
 
-    def __init__(self, parts: Sequence[KeyedJaggedTensor], ctx: Any) -> None:
-        super().__init__([Here(Here(part)) for part in parts], ctx)
-        self._parts = list(parts)
+    _obj: Here[KJTList]
 
-    def _wait_impl(self) -> Any:
-        return Here(KJTList(self._parts))
+    def __init__(self, parts: list[KeyedJaggedTensor], ctx: Any) -> None:
+        KJTListSplitsAwaitable.__init__(self, [Here(Here(part)) for part in parts], ctx)
+        self._obj = Here(KJTList(parts))
 
 
 class StayingOutput(nn.Module):

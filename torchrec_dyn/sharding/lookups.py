@@ -33,10 +33,10 @@ from torchrec_dyn.lookup import (
     asks_for_senders,
     uses_of,
 )
-from torchrec_dyn.modules import initializer_of, row_dtype
+from torchrec_dyn.modules import FeatureIds, initializer_of, row_dtype
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.sharding.batches import counts_of
+from torchrec_dyn.sharding.sent_batch import counts_of
 from torchrec_dyn.table import TableShard
 
 # Of `fused_params`. The value is a function: TorchRec groups tables by equal fused_params and copies these
@@ -140,6 +140,8 @@ class DynamicKernel(BaseEmbedding):
         if self.training:
             batch.senders = self._senders(features, bags_of_ranks)
         output = self.group(batch, ahead)
+        if (read := getattr(features, "read", None)) is not None:
+            read.note_begins(batch.begins)  # TorchRec cuts the outputs of sequences there
         if torch.is_grad_enabled() and not output.requires_grad:
             # In evaluation, or all tables of this kernel are frozen. But another rank may train tables, or
             # have none, for which TorchRec's output requires a gradient; and backward is collective. With one
@@ -150,11 +152,15 @@ class DynamicKernel(BaseEmbedding):
 
     def _batch(self, features: KeyedJaggedTensor, training: bool) -> Batch:
         varies = features.variable_stride_per_key()
+        # A SentBatch has stayed on this rank: its lengths may be unchecked.
+        read: FeatureIds | None = getattr(features, "read", None)
         batch = Batch(
             features.values().contiguous(),
             features.lengths().contiguous(),
+            None if read is None else read.stated,
             training=training,
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
+            where=None if read is None else read.where,
         )
         if training and self.ids_are_sent_once and self.group.has_life:
             batch.times = counts_of(features.weights())
@@ -347,7 +353,7 @@ def prefetch(
     Each lookup gets the ids that arrived for its sharding type. Steps are added to `steps`, if given.
     """
     for lookup, lookup_features in zip(lookups, features, strict=True):
-        by_kernel = lookup_features.split(lookup._feature_splits)
+        by_kernel = lookup._by_kernel(lookup_features)
         for kernel, kernel_features in zip(lookup._emb_modules, by_kernel, strict=True):
             step = kernel.prefetch(kernel_features, steps is not None and kernel not in steps)
             if steps is not None and step is not None:

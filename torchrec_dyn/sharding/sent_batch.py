@@ -1,4 +1,9 @@
-"""The mode and the form of a batch are sent with it: they are those of all ranks.
+"""SentBatch: a batch as a rank sends it, with all that travels between ranks beside ids and lengths.
+
+Its lengths are checked where they are first added up: before they are sent, and on one rank where ids are
+split. If nobody adds them up, the lookup checks them.
+
+The mode and the form of a batch are sent with it: they are those of all ranks.
 
 A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. A batch
 with a size per feature cannot be read as one with a single size, nor the reverse. So each rank sends
@@ -17,6 +22,10 @@ TorchRec sends the sizes of a batch with a size per feature as a further tensor;
 are followed by `_END` instead. On a GPU the host waits for the places of the ends, as TorchRec does for the
 sizes. And TorchRec adds a last row with the size of a batch with one size; where the batch has none, the row
 is of zeros.
+
+Counts of ids that are sent once, for tables with a life, are sent as the weights of the batch. Float32 is
+exact up to 2**24 only, so a count is sent as the 32 bits of an int32: the dists copy, sort and send weights,
+but never compute with them.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn.modules import FeatureIds
 from torchrec_dyn.storage import places_of, torn_error
 
 # TorchRec's labels.
@@ -41,10 +51,36 @@ _END = -1
 
 
 class SentBatch(KeyedJaggedTensor):
-    """A batch that is sent with the mode of its rank: whether it trains, and has torn tables."""
+    """A batch that is sent with the mode of its rank: whether it trains, and has torn tables.
 
-    trains: bool
-    is_torn: bool
+    `read` is what was read of the user's batch, whose lengths may be unchecked; None: they are checked.
+    """
+
+    _length_per_key: list[int] | None
+    read: FeatureIds | None = None
+    trains: bool = False
+    is_torn: bool = False
+
+    def length_per_key(self) -> list[int]:
+        """Returns the number of ids of each feature, [F], after checks of the lengths."""
+        if self._length_per_key is None and self.read is not None:
+            self._length_per_key = self.read.counts
+        return super().length_per_key()
+
+    def offset_per_key(self) -> list[int]:
+        """Returns where the ids of each feature begin, [F + 1], after checks of the lengths."""
+        self.length_per_key()
+        return super().offset_per_key()
+
+    def counts_by_rank(self, lengths: Tensor, ranks: int) -> list[int] | None:
+        """Returns the number of ids for each rank and feature, [ranks * F], after checks of the lengths.
+
+        lengths [ranks * bags]: of these ids, sorted by rank. None if the batch is checked: TorchRec reads
+        the numbers.
+        """
+        if self._length_per_key is not None or self.read is None:
+            return None
+        return self.read.counts_by_rank(lengths, ranks)
 
     def dist_labels(self) -> list[str]:
         """Returns the labels of the rows of `dist_splits`: of the tensors, the mode, and the zeros if any."""
@@ -114,12 +150,21 @@ def _without_ends(marked: Tensor, num_features: int) -> tuple[Tensor, Tensor] | 
     return torch.cat(lengths), ends.diff(prepend=ends.new_full((1,), -1)) - 1
 
 
-def with_mode(features: KeyedJaggedTensor, trains: bool, is_torn: bool) -> SentBatch:
-    """Returns a batch, with the same tensors, that is sent with a mode."""
-    batch = SentBatch.__new__(SentBatch)
-    batch.__dict__.update(features.__dict__)
-    batch.trains, batch.is_torn = trains, is_torn
+def sent_batch(features: KeyedJaggedTensor, **changed: Any) -> SentBatch:
+    """Returns a batch, with the same tensors where none are given, that can be sent."""
+    batch = SentBatch.__new__(SentBatch)  # its constructor takes half of the time
+    batch.__dict__.update(features.__dict__, **changed)
     return batch
+
+
+def as_weights(counts: Tensor) -> Tensor:
+    """Returns counts [N] int64 in [1, 2**31) as weights: [N] float32 with the bits of int32 counts."""
+    return counts.to(torch.int32).view(torch.float32)
+
+
+def counts_of(weights: Tensor) -> Tensor:
+    """Returns the counts [N] int64 of weights [N] float32 that `as_weights` made, in any order."""
+    return weights.view(torch.int32).long()
 
 
 def check_modes(contexts: Iterable[Any], where: str) -> None:
