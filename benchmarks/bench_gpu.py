@@ -132,18 +132,26 @@ def growth(count: int, arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def evictions(count: int, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Measures the search for the least recently used 64th of all ids, and their removal from the map."""
+    """Measures the search for the least recently used 64th of all ids, and their removal."""
     kept = filled_slots(raw_ids(torch.arange(count, device=arguments.device)))
     slots, moved, shift = kept.clone(), torch.tensor([-1]), (count - 1).bit_length()
     now = 1 << 20  # last_seen in the upper 32 bits, counts of 0 in the lower
     scores = torch.randint(1, now, (1 << shift, 1), device=arguments.device) << 32
 
+    kept_scores = scores.clone()
+    no_rows, of_scores = torch.tensor([[0, 0, 0, 1]]), torch.tensor([[0, 1, shift, 1]])
+    tables = ops.prepare_tables(
+        [slots], moved, [], [], no_rows, 0, [], [], None, None, [], [scores], of_scores
+    )
+    asked = torch.tensor([[0, count, 0, now, count // 64]])
+
     def restore(turn: int) -> None:
         slots.copy_(kept)
+        scores.copy_(kept_scores)
 
     def evict(turn: int) -> None:
-        ids, _ = ops.lowest_scores([slots], moved, [scores], shift, count, False, now, count // 64)
-        ops.erase(ids, [slots], moved)
+        ids, rows, _, ends = ops.lowest_rows(slots, asked, None, False, tables)
+        ops.remove_rows_(ids, rows, ends, tables)
 
     sides = {
         "ours": evict,

@@ -189,7 +189,7 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
         "crafted": lambda _: table.find_or_insert(crafted),
         "sorted merge": lambda _: torch.cat([in_order, fresh]).sort(),
         "pruned": fill_pruned,
-        "erase": lambda _: copies["erase"].remove(batch),
+        "erase": lambda _: ops.erase(batch, *copies["erase"].arrays()),
         "growth": lambda _: copies["growth"].reserve(count // 10),
     }
     units = dict.fromkeys(sides, size) | {"erase": batch.numel(), "growth": count}

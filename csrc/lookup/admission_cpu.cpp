@@ -50,7 +50,7 @@ Tensor joined(const std::array<AdmittedList, kAdmittedLists>& lists, std::vector
 
 AdmitResult admit(const AdmitCall& call) {
   const Handles::Shared waiting = call.read_counters();
-  call.check(waiting.get(), DeviceType::CPU);
+  call.check(waiting.get(), waiting ? waiting->device : Device(DeviceType::CPU));
   const std::vector<AdmissionRule> rules = call.read_rules();
   const NewIdsToAdmit given = call.new_ids_to_admit(rules.data(), const_data<double>(call.squares));
   const auto count = static_cast<size_t>(call.ids());

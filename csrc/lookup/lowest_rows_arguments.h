@@ -33,6 +33,8 @@ struct LowestRowsCall {
     const auto count = static_cast<int64_t>(tables->count());
     check_size(kOp, "the number of maps", count, static_cast<int64_t>(tables->maps.size()));
     check_size(kOp, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
+    TORCHREC_DYN_CHECK(like.is_cpu() == tables->device.is_cpu(), kOp,
+                       ": expected like on the device of the tables, got a tensor of another one.");
     check_tensor(kOp, "questions", questions, ScalarType::Long);
     const int64_t asked = questions.numel() / 5;
     check_size(kOp, "the elements of questions", 5 * asked, questions.numel());

@@ -18,12 +18,12 @@ inline bool has_rows(const PreparedTables& tables) {
   return false;
 }
 
-// The number of rows that a table has room for.
+// The number of rows that a table has room for; beside tables with rows, a table without blocks has none.
 inline int64_t capacity_of(const PreparedTables& tables, size_t t) {
   const int64_t rows = tables.layout[t].capacity();
   const int64_t scores = t < tables.scores.size() ? tables.scores[t].capacity : 0;
-  if (rows == 0 || scores == 0) return greater_of(rows, scores);
-  return lesser_of(rows, scores);
+  if (scores == 0) return rows;
+  return rows == 0 && !has_rows(tables) ? scores : lesser_of(rows, scores);
 }
 
 inline bool has_scores(const PreparedTables& tables, size_t t) {
@@ -97,6 +97,12 @@ inline void check_new_row(const char* op, bool is_inside, int64_t row, int64_t c
 }
 
 inline void raise_new_row_error(const int64_t* words) { check_new_row("add_rows_", false, words[0], words[1]); }
+
+// The error of an id that was not inserted.
+inline void raise_added_id_error(const int64_t* words) {
+  check_inserted_row("add_rows_", words[0]);
+  check_inserted("add_rows_", false);
+}
 
 // The ids that lose their rows.
 struct RemoveRowsCall {

@@ -63,7 +63,7 @@ void add_rows_(const AddRowsCall& call) {
     if (has_scores(tables, t))
       write_scores(tables.scores[t], row, call.offsets()[t], call.offsets()[t + 1],
                    [&](int64_t i) { return score_of(call.seen()[t], first_count(call.first_counts(), i)); });
-  check_inserted(change.insert(row));
+  check_inserted(AddRowsCall::kOp, change.insert(row));
 }
 
 void remove_rows_(const RemoveRowsCall& call) {

@@ -87,7 +87,7 @@ void add_rows_(const AddRowsCall& given) {
                             call.errors(raise_new_row_error)};
     simt::launch(call.stream(), n, WriteFirstScores{batch, given.first_counts()});
   }
-  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n);
+  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n, raise_added_id_error);
   call.finish();
 }
 

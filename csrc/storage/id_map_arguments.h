@@ -72,17 +72,17 @@ inline IdMapView one_map(const char* op, const std::vector<Tensor>& slots, const
 
 constexpr bool is_row_to_insert(int64_t row) { return row >= 0 && row < std::numeric_limits<int64_t>::max(); }
 
-inline void check_inserted_row(int64_t row) {
-  TORCHREC_DYN_CHECK(is_row_to_insert(row), "insert: expected rows in [0, 2^63 - 1), got ", row, ".");
+inline void check_inserted_row(const char* op, int64_t row) {
+  TORCHREC_DYN_CHECK(is_row_to_insert(row), op, ": expected rows in [0, 2^63 - 1), got ", row, ".");
 }
 
-inline void check_inserted(bool has_slots) {
-  TORCHREC_DYN_CHECK(has_slots, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
+inline void check_inserted(const char* op, bool has_slots) {
+  TORCHREC_DYN_CHECK(has_slots, op, ": expected an empty slot for every new id, got a full map. Grow it first.");
 }
 
 inline void raise_insert_error(const int64_t* words) {
-  check_inserted_row(words[0]);
-  check_inserted(false);
+  check_inserted_row("insert", words[0]);
+  check_inserted("insert", false);
 }
 
 inline void check_new_index(bool is_below, int64_t new_rows) {

@@ -18,12 +18,12 @@ inline TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views
   return {call.copy_of(maps), static_cast<int64_t>(maps.size())};
 }
 
-// Inserts ids, which must be absent, with their rows.
-inline void insert_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, const int64_t* rows,
-                       int64_t count) {
+// Inserts ids, which must be absent, with their rows. `raise` raises the error of a row, or of a full map.
+inline void insert_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, const int64_t* rows, int64_t count,
+                       RaiseError raise) {
   auto* first_bad = call.zeros<int64_t>(1);
   simt::launch(call.stream(), count, CheckRows{rows, count, first_bad});
-  simt::launch(call.stream(), count, InsertIds{ids, rows, count, maps, first_bad, call.errors(raise_insert_error)});
+  simt::launch(call.stream(), count, InsertIds{ids, rows, count, maps, first_bad, call.errors(raise)});
 }
 
 // Removes ids and writes the rows that they had, kNoRow for an absent id.

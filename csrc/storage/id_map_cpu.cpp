@@ -58,9 +58,9 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t* id = const_data<int64_t>(new_ids);
   const int64_t* row = const_data<int64_t>(new_rows);
   const int64_t* offset = const_data<int64_t>(new_offsets);
-  for (int64_t i = 0; i < new_rows.numel(); ++i) check_inserted_row(row[i]);
+  for (int64_t i = 0; i < new_rows.numel(); ++i) check_inserted_row("insert", row[i]);
   SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
-  check_inserted(MapChange(maps, id, offset).insert(row));
+  check_inserted("insert", MapChange(maps, id, offset).insert(row));
 }
 
 void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {

@@ -52,7 +52,7 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   if (count == 0) return;
   DeviceCall call(new_ids);
   insert_ids(call, send_maps(call, views, const_data<int64_t>(new_offsets)), const_data<int64_t>(new_ids),
-             const_data<int64_t>(new_rows), count);
+             const_data<int64_t>(new_rows), count, raise_insert_error);
   call.finish();
 }
 

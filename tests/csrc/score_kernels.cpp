@@ -1,5 +1,5 @@
-// The kernels of scores, evictions and marks (simt.h) on the threads of the simt build, where threads meet at the same
-// rows. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
+// The kernels of scores, evictions, lists and marks (simt.h) on the threads of the simt build, where threads meet at
+// the same rows. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -10,6 +10,9 @@
 
 #include "life/lowest_scores_kernels.h"
 #include "life/scores_kernels.h"
+#include "lookup/listed_rows_kernels.h"
+#include "lookup/row_changes_kernels.h"
+#include "lookup/table_scores_kernels.h"
 #include "philox.h"
 #include "sharing.h"
 #include "simt_cpu.h"
@@ -118,7 +121,7 @@ void write_rows() {
 
 using Pair = std::pair<uint64_t, int64_t>;  // mixed id, row
 
-// As life/lowest_scores_cuda.cpp, for ids in slots in the order of their rows.
+// As lookup/lowest_rows_cuda.cpp, for ids in slots in the order of their rows.
 std::vector<Pair> find_lowest(const ScoredRows& table, SlotArray array, int64_t most) {
   std::vector<KeyCut> cuts = {{0, most}};
   for (int64_t shift = (kDigits - 1) * kDigitBits; shift >= 0; shift -= kDigitBits) {
@@ -178,25 +181,96 @@ void evict_rows() {
   }
 }
 
-void order_ids() {
-  std::vector<uint64_t> keys(kBatch);
-  std::vector<int64_t> ids, seen, values(kBatch), order(kBatch);
-  for (int64_t i = 0; i < kBatch; ++i) {
-    ids.push_back(static_cast<int64_t>(unmix64(static_cast<uint64_t>(i * 77 % kBatch))));
-    seen.push_back(i % 9);
+// Ids that are by mixed id are brought into the order of their last steps.
+void order_rows() {
+  Memory<uint64_t> scores(kFreeScore);
+  std::vector<int64_t> ids, rows, seen(kRows);
+  for (int64_t row = 0; row < kRows; ++row) {
+    *scores.words().word(row) = score_of(row % 9, row);
+    rows.push_back((row * 77 + 5) % kRows);
+    ids.push_back(row);
   }
-  int64_t first_bad = 0;
+  std::vector<uint64_t> keys(kRows);
+  std::vector<int64_t> values(kRows), ids_before(kRows), rows_before(kRows);
   simt::Pairs places{keys.data(), values.data()};
-  simt::launch(kStream, kBatch, ReadTieWords{ids.data(), seen.data(), kBatch, places, &first_bad});
-  places = simt::sort_pairs(kStream, places, kBatch);
-  simt::launch(kStream, kBatch, ReadOrderKeys{seen.data(), places});
-  places = simt::sort_pairs(kStream, places, kBatch, 0, kOrderKeyBits);
-  simt::launch(kStream, kBatch, WriteOrder{places, order.data(), seen.data(), kBatch, &first_bad, kReport});
-  const auto key = [&](int64_t i) { return Pair(seen[static_cast<size_t>(i)], i * 77 % kBatch); };
-  check(first_bad == 0 && std::ranges::is_sorted(order, {}, key), "ids are ordered by last_seen, then by mixed id");
-  seen[40] = -1, seen[30] = int64_t{1} << 32;
-  simt::launch(kStream, kBatch, ReadTieWords{ids.data(), seen.data(), kBatch, places, &first_bad});
-  check(first_bad == 30 - kBatch, "the first invalid last_seen is found");
+  simt::launch(kStream, kRows, ReadOrder{scores.words(), rows.data(), places});
+  places = simt::sort_pairs(kStream, places, kRows, 0, kOrderKeyBits);
+  const ListedIds before{ids_before.data(), rows_before.data()};
+  simt::launch(kStream, kRows, CopyListed{ids.data(), rows.data(), before});
+  simt::launch(kStream, kRows, WriteInOrder{before, places, ids.data(), rows.data(), seen.data()});
+  std::vector<Pair> order;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    check(rows[i] == (ids[i] * 77 + 5) % kRows && seen[i] == rows[i] % 9, "an id keeps its row");
+    order.emplace_back(static_cast<uint64_t>(seen[i]), ids[i]);
+  }
+  check(std::ranges::is_sorted(order), "rows are ordered by last_seen, then as they were");
+}
+
+// Lists of popular rows, of which every third was seen since; the second list begins in its middle.
+void choose_rows() {
+  Memory<uint64_t> scores(kFreeScore);
+  for (int64_t row = 0; row < kRows; ++row) *scores.words().word(row) = score_of(row % 3 == 0 ? 8 : 7, 1);
+  const std::vector<int64_t> rows = popular_rows();
+  std::vector<int64_t> list;
+  for (int64_t i = 0; i < kBatch; ++i) list.push_back(-i);
+  list.insert(list.end(), rows.begin(), rows.end());
+  list.insert(list.end(), kBatch, 7);
+  constexpr int64_t kBegin = 4000, kCount = 2 * kBatch - kBegin;
+  const std::vector<ListedRows> lists = {{list.data(), kBatch, 0, 0}, {list.data(), kBatch, kBegin, 0}};
+  const std::vector<int64_t> begins = {0, kBatch, kCount}, into = {0, 100}, taken = {100, 400};
+  const std::vector<TableWords<uint64_t>> tables = {{0, scores.words(), 0}};
+  std::vector<int64_t> places(kCount + 1), offsets(3), firsts(2), ids(500), chosen(500);
+  const ListedBatch batch{lists.data(), begins.data(), 2, {tables.data(), 1}, places.data()};
+  simt::launch(kStream, kCount + 1, FlagUnchanged{batch, kCount});
+  simt::exclusive_sum(kStream, places.data(), kCount + 1);
+  simt::launch(kStream, 3, ReadChosenOffsets{batch, offsets.data()});
+  simt::launch(kStream, kCount, FindFirstChosen{batch, firsts.data()});
+  simt::launch(kStream, kCount, ListUnchanged{batch, into.data(), taken.data(), ids.data(), chosen.data()});
+  for (size_t l = 0; l < 2; ++l) {
+    std::vector<int64_t> expected;
+    for (int64_t i = lists[l].begin; i < kBatch; ++i) {
+      const int64_t row = rows[static_cast<size_t>(i)];
+      if (row >= 0 && row % 3 != 0) expected.push_back(i);
+    }
+    check(offsets[l + 1] - offsets[l] == static_cast<int64_t>(expected.size()), "every unchanged row is counted");
+    check(firsts[l] == expected.front() - kBatch, "the first unchanged row is found");
+    for (int64_t i = 0; i < taken[l]; ++i) {
+      const auto place = static_cast<size_t>(into[l] + i);
+      const int64_t entry = expected[static_cast<size_t>(i)];
+      check(ids[place] == -entry && chosen[place] == rows[static_cast<size_t>(entry)], "the first rows are listed");
+    }
+  }
+}
+
+// Scores of tables: written, where rows are popular, read, and forgotten; the second table has none.
+void write_table_scores() {
+  Memory<uint64_t> scores(~uint64_t{0});
+  std::vector<int64_t> rows = popular_rows(), seen, counts;
+  for (const int64_t row : rows) {
+    seen.push_back(row % 7);
+    counts.push_back(row < 0 ? 0 : row);
+  }
+  const int64_t scored = kBatch - 1000;
+  const std::vector<TableWords<uint64_t>> tables = {{0, scores.words(), 0}, {scored, {nullptr, 0, 0}, 0}};
+  const ScoreTables both{tables.data(), 2};
+  int64_t bad = 0;
+  const WrittenRows written{rows.data(), seen.data(), counts.data(), both, &bad, kReport};
+  simt::launch(kStream, kBatch, CheckWrittenRows{written});
+  simt::launch(kStream, kBatch, WriteTableScores{written});
+  std::vector<int64_t> read_seen(kBatch), read_counts(kBatch);
+  const ReadTableScores read{rows.data(), both, read_seen.data(), read_counts.data(), kReport};
+  simt::launch(kStream, kBatch, read);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const bool has_score = static_cast<int64_t>(i) < scored && rows[i] >= 0;
+    check(read_seen[i] == (has_score ? seen[i] : -1) && read_counts[i] == (has_score ? counts[i] : 0),
+          "scores of tables are read as they were written");
+  }
+  check(bad == 0 && error[0] == 0, "every row is valid");
+  std::vector<int64_t> gone(kRows);  // distinct, as callers remove them
+  for (size_t row = 0; row < gone.size(); ++row) gone[row] = static_cast<int64_t>(row);
+  simt::launch(kStream, kRows, ForgetScores{{gone.data(), {tables.data(), 1}, kReport}});
+  simt::launch(kStream, kBatch, read);
+  check(error[0] == 0 && std::ranges::count(read_seen, -1) == kBatch, "removed rows have no scores");
 }
 
 // Two tables of the same rows, the second without marks.
@@ -235,7 +309,9 @@ int main() {
   touch_rows(true, kMostCount - 100000);
   write_rows();
   evict_rows();
-  order_ids();
+  order_rows();
+  choose_rows();
+  write_table_scores();
   mark_popular_rows();
   std::puts("score_kernels: ok");
 }

@@ -73,13 +73,12 @@ HARMLESS = {
     ("fill_new_", "new_rows", "size"),
     ("fill_new_", "new_rows", "strides"),  # one
     ("erase", "moved", "strides"),
-    ("init_new_rows_", "reused", "strides"),
+    ("add_rows_", "reused", "strides"),  # one
+    ("admit", "counters", "strides"),  # one
+    *(("lowest_rows", "like", how) for how in ("dtype", "strides", "size", "nothing")),
+    ("lowest_rows", "questions", "nothing"),
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
-    *(
-        (op, "moved", "strides")
-        for op in ("lowest_scores", "count_cells", "ids_between", "ids_of_rows")
-    ),  # one
-    ("lowest_scores", "scores", "one less"),  # rows [0, 3) do not need the last block
+    *((op, "moved", "strides") for op in ("count_cells", "ids_between", "ids_of_rows")),  # one
     ("sort_by_owner", "lengths", "dtype"),  # int32 or int64
     ("sort_by_owner", "weights", "dtype"),
     ("gather_pool", "rows", "size"),  # an id in no bag
@@ -180,11 +179,45 @@ WRONG = [
     ("write_scores_", {"counts": whole(-1, 0)}, r"counts in \[0, 2\^32\), got -1"),
     ("read_scores", {"rows": whole(0, 12)}, r"rows in \[-1, 12\), got one outside"),
     ("read_scores", {"rows": whole(-2)}, r"rows in \[-1, 12\), got one outside"),
-    ("lowest_scores", {"rows": 13}, r"rows in \[0, 12\], got 13"),
-    ("lowest_scores", {"rows": -1}, r"rows in \[0, 12\], got -1"),
-    ("lowest_scores", {"most": -1}, "most >= 0, got -1"),
-    ("lowest_scores", {"shift": 32}, r"shift in \[0, 32\)"),
-    ("lowest_scores", {"slots": filled_slots(), "moved": whole(-1, -1)}, "number of maps = 1, got 2"),
+    ("read_scores_prepared", {"rows": whole(0, 8, -1, 7, 3, 0)}, r"rows in \[-1, 8\) .*, got row 8"),
+    ("read_scores_prepared", {"rows": whole(0, 7, -1, 7, 3, -2)}, r"rows in \[-1, 4\) .*, got row -2"),
+    ("write_scores_prepared_", {"rows": whole(0, 8, -1, 7, 3, 0)}, r"rows in \[-1, 8\) .*, got row 8"),
+    *(("write_scores_prepared_", {"last_seen": whole(0, 0, 0, 0, 0, wrong)}, r"last_seen in .*, got row 0")
+      for wrong in (-2, 2**32 - 1)),
+    *(("write_scores_prepared_", {"counts": whole(0, wrong, 0, wrong, 0, 0)}, r"counts in .*, got row 7")
+      for wrong in (-1, 2**32)),
+    ("add_rows_", {"first_rows": whole(8, 0)}, "room for the new rows .*, got 1 rows from 8 on of 8. Res"),
+    ("add_rows_", {"first_rows": whole(-1, 0)}, "room for the new rows .*, got 1 rows from -1 on"),
+    ("add_rows_", {"first_rows": whole(2**63 - 1, 0)}, "room for the new rows .*, got 1 rows from 92"),
+    ("add_rows_", {"reused": whole(1, 2, 3), "reused_offsets": whole(0, 3, 3)}, "room .*, got -1 rows"),
+    ("add_rows_", {"steps": whole(9, 2**32 - 1)}, r"steps in \[0, 2\^32 - 1\), got 4294967295"),
+    ("add_rows_", {"steps": whole(-1, 9)}, r"steps in \[0, 2\^32 - 1\), got -1"),
+    ("add_rows_", {"counts": whole(1, 2)}, "the number of counts = 3, got 2"),
+    ("add_rows_", {"tables": whole(3)}, "the result of prepare_tables"),
+    ("remove_rows_", {"rows": whole(0, 8, 0)}, r"rows in \[0, 8\), got 8"),
+    ("remove_rows_", {"rows": whole(0, 2, -1)}, r"rows in \[0, 4\), got -1"),
+    *(("admit", {"rules": whole(*rule, 0, 0, 0, 0)}, f"they have counters, got {rule[0]}, {rule[1]}, ")
+      for rule in ((3, 1, 0, 0), (-1, 1, 0, 0), (2, 1, 0, 0), (0, 1, 34, 0), (1, 1, -1, 0))),
+    ("admit", {"counters": whole()}, "whether they have counters, got 1, 9, 0 and 1"),
+    ("admit", {"counters": whole(3)}, "the result of prepare_tables"),
+    ("admit", {"new_offsets": whole()}, r"new_offsets \[T \+ 1\], got none"),
+    ("admit", {"new_offsets": whole(0, 3, 4)}, "the last of table_offsets = 5, got 4"),
+    ("admit", {"new_offsets": whole(0, 5), "rules": whole(0, 0, 0, 0), "squares": torch.ones(33).double()},
+     "the tables of counters = 1, got 2"),
+    ("admit", {"asks": torch.ones(4).bool()}, "the number of asks = 5, got 4"),
+    ("admit", {"counted": whole(1)}, "the number of counted = 5, got 1"),
+    *(("lowest_rows", {"questions": whole(*question)}, rule)
+      for question, rule in (
+          ((2, 3, 1, 9, 2), r"tables in \[0, 2\), got 2"), ((-1, 3, 1, 9, 2), r"tables in .*, got -1"),
+          ((0, 9, 1, 9, 2), r"rows in \[0, 8\], got 9"), ((0, -1, 1, 9, 2), r"rows in \[0, 8\], got -1"),
+          ((1, 5, 1, 9, 2), r"rows in \[0, 4\], got 5"), ((0, 3, 1, 9, -1), "most >= 0, got -1"),
+          ((0, 3, 1, 9, 2, 0, 0), "the elements of questions = 5, got 7"),
+      )),
+    ("lowest_rows", {"half_lives": whole(0)}, "the elements of half_lives = 80, got 1"),
+    *(("choose_listed", {"spans": whole(*span, 1, 1, 2, 1)}, f"spans .* inside .* got {span[0]}, {span[1]}, ")
+      for span in ((2, 0, 3, 2), (-1, 0, 3, 2), (0, -1, 3, 2), (0, 2, 1, 2), (0, 0, 4, 2), (0, 0, 3, -1))),
+    ("choose_listed", {"listed": [torch.ones(2, 3).long()] * 2}, r"lists of shape \[3, M\], got 2 dim"),
+    ("choose_listed", {"spans": whole(0, 0, 3, 2)}, "the elements of spans = 8, got 4"),
     ("ids_of_rows", {"first": -1}, "0 <= first <= last, got -1 and 4"),
     ("ids_of_rows", {"first": 5}, "0 <= first <= last, got 5 and 4"),
     ("count_cells", {"bits": -1}, r"bits in \[0, 16\], got -1"),

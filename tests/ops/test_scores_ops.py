@@ -115,6 +115,66 @@ def test_touch_writes_nothing_if_a_row_is_outside_and_says_so(place, wrong):
     assert not memory.any()
 
 
+@on_hosts
+@given(st.data())
+def test_scores_of_several_tables_are_written_and_read(data):
+    """Row -1, rows that repeat with equal scores, and tables without scores."""
+    shift = data.draw(st.integers(0, 3))
+    sizes = data.draw(st.lists(st.integers(0, 3), max_size=4))
+    tables = [blocks_of(size << shift, shift) for size in sizes]
+    layout = torch.tensor([[sum(sizes[:t]), size, shift, 1] for t, size in enumerate(sizes)])
+    kept = [{row: (4, row) for row in range(size << shift)} for size in sizes]
+    for own, scores in zip(tables, kept, strict=True):
+        write(own, shift, scores)
+    score = st.tuples(st.sampled_from([-1, 0, 9, FREE - 1]), st.sampled_from([0, 1, MOST]))
+    rows = [
+        data.draw(st.lists(st.integers(-1, (size << shift) - 1 if size else 5), max_size=20))
+        for size in sizes
+    ]
+    written = [{row: data.draw(score) for row in {*own}} for own in rows]
+    offsets = ids_of(0, *itertools.accumulate(map(len, rows)))
+    given = scored(
+        list(itertools.chain(*tables)), layout.long().view(-1, 4),
+        rows=ids_of(*itertools.chain(*rows)), table_offsets=offsets,
+    )  # fmt: skip
+    pairs = [of[row] for of, own in zip(written, rows, strict=True) for row in own]
+    seen, counts = (ids_of(*(pair[i] for pair in pairs)) for i in (0, 1))
+    ops.write_scores_prepared_(**given, last_seen=seen, counts=counts)
+    expected = []
+    for own, scores, size, asked in zip(written, kept, sizes, rows, strict=True):
+        scores |= {row: one for row, one in own.items() if row >= 0 and size}
+        scores[-1] = (-1, 0)
+        expected += [scores.get(row, (-1, 0)) for row in asked]
+    expected = [(one, count if one >= 0 else 0) for one, count in expected]
+    got = ops.read_scores_prepared(**given)
+    assert list(zip(*(one.tolist() for one in got), strict=True)) == expected
+    for own, scores in zip(tables, kept, strict=True):
+        del scores[-1]
+        now = [(one, count if one >= 0 else 0) for one, count in scores.values()]
+        assert read(own, shift, scores) == now
+
+
+@on_hosts
+@pytest.mark.parametrize("place", [0, 63, 64, 99])
+def test_a_wrong_score_of_several_tables_writes_nothing(place):
+    rows, seen, counts = torch.arange(100) % 64, torch.full((100,), 7), torch.full((100,), 3)
+    for wrong, of in ((64, rows), (-2, rows), (FREE, seen), (-2, seen), (MOST + 1, counts)):
+        right, of[place] = int(of[place]), wrong
+        blocks = blocks_of(64, 6)
+        given = scored(
+            blocks,
+            ids_of(0, 1, 6, 1, 1, 0, 6, 1).view(2, 4),
+            rows=rows,
+            table_offsets=ids_of(0, 100, 100),
+        )
+        with pytest.raises(
+            RuntimeError, match=r"write_scores_prepared_: expected rows in \[-1, 64\)"
+        ):
+            ops.write_scores_prepared_(**given, last_seen=seen, counts=counts)
+        assert torch.equal(blocks[0], blocks_of(64, 6)[0])
+        of[place] = right
+
+
 def test_scores_are_written_and_read_back():
     blocks = blocks_of(12, 2)
     scores = {0: (0, 0), 3: (FREE - 1, MOST), 4: (7, 1), 11: (1, 7)}

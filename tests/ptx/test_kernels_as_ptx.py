@@ -16,7 +16,7 @@ LIBRARY = ROOT / "build/ptx/torchrec_dyn_ptx.abi3.so"
 CHOSEN = [
     *("tests/storage/test_id_map_device.py", "tests/storage/test_growing_blocks.py"),
     *("tests/ops/test_pooling_devices.py", "tests/ops/test_row_update_pieces.py"),
-    "tests/ops/test_oldest_first.py",
+    "tests/ops/test_row_lists.py",
 ]
 # Few rows; and of five long runs, 70,000 ids each, that of mean and weights, and that of senders.
 LONG = "long_runs and (False-False-False or True-False-False or False-True-True)"

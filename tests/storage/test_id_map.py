@@ -50,7 +50,9 @@ class MapBesideDict(RuleBasedStateMachine):
         held = [(i, self.dict.pop(i)) for i in ids if i in self.dict]
         found = self.map.find(ids_of(*(i for i, _ in held)))
         assert list(zip(*(one.tolist() for one in found), strict=True)) == held
-        self.map.remove(ids_of(*(i for i, _ in held)))
+        removed = ops.erase(ids_of(*(i for i, _ in held)), *self.map.arrays())
+        assert removed.tolist() == [row for _, row in held]
+        self.map.num_ids -= len(held)
 
     @rule(extra=st.integers(0, 200))
     def reserve(self, extra):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import oracle
 import torch
@@ -93,12 +94,20 @@ def draw_key(rng: random.Random) -> int:
     return rng.choice((0, rng.getrandbits(62), -rng.getrandbits(63)))
 
 
+def joined_maps(maps: list[tuple[list[Tensor], Tensor, list[int]]]) -> Arguments:
+    """Returns the arguments `slots` and `moved` of several maps."""
+    slots = [*(m[0][0] for m in maps), *(m[0][1] for m in maps if len(m[0]) == 2)]
+    return {
+        "slots": slots,
+        "moved": torch.cat([torch.empty(0, 2, dtype=I64), *(m[1] for m in maps)]),
+    }
+
+
 def draw_maps(rng: random.Random, count: int) -> tuple[Arguments, list[list[int]]]:
     """Returns the arguments `slots` and `moved` of several maps, and the ids of each."""
     maps = [draw_map(rng) for _ in range(count)]
-    slots = [*(m[0][0] for m in maps), *(m[0][1] for m in maps if len(m[0]) == 2)]
-    moved = torch.cat([torch.empty(0, 2, dtype=I64), *(m[1] for m in maps)])
-    return {"slots": slots, "moved": some_form(rng, moved)}, [m[2] for m in maps]
+    joined = joined_maps(maps)
+    return {**joined, "moved": some_form(rng, joined["moved"])}, [m[2] for m in maps]
 
 
 def some_form(rng: random.Random, moved: Tensor) -> Tensor:
@@ -412,33 +421,179 @@ def draw_read_scores(rng: random.Random) -> Arguments:
     return {"rows": whole(*(rng.randrange(-1, capacity) for _ in range(size(rng)))), **table}
 
 
-def draw_lowest_scores(rng: random.Random) -> Arguments:
-    slots, moved, ids = draw_map(rng)
-    shift = rng.choice((0, 3, 8, 11))
-    highest = max((int(array[:, 1].max()) for array in slots if len(array)), default=0)
-    blocks = -(-(highest + rng.randrange(9)) // (1 << shift))
-    scores = whole(*[oracle.signed(FREE << 32)] * (blocks << shift))
-    for array in slots:
-        for place in array[:, 1].tolist():
-            if place > 0:
-                scores[place - 1] = a_score(rng)
-    rows = rng.choice((blocks << shift, rng.randint(0, blocks << shift)))
-    return {
-        "slots": slots,
-        "moved": moved.clone(),
-        "scores": [*scores.reshape(-1, 1 << shift, 1).clone()] if blocks else [],
-        "shift": shift,
-        "rows": rows,
-        "by_count": rng.random() < 0.5,
-        "before": rng.choice((0, 5, 12, FREE, 2**62, -1)),
-        "most": rng.choice((0, 1, 3, len(ids), 2**62)),
+def draw_some_scores(rng: random.Random) -> Arguments:
+    """Returns `rows` and `table_offsets` of tables, and the tables, which have scores and no ids."""
+    drawn = draw_words(rng, lambda rows: draw_scores(rng, rows))
+    return scored(drawn.pop("blocks"), drawn.pop("layout"), **drawn)
+
+
+def draw_read_scores_prepared(rng: random.Random) -> Arguments:
+    return draw_some_scores(rng)
+
+
+def draw_write_scores_prepared_(rng: random.Random) -> Arguments:
+    """Equal rows get equal scores."""
+    drawn = draw_some_scores(rng)
+    rows, offsets = drawn["rows"].tolist(), drawn["table_offsets"].tolist()
+    of_rows = {
+        (table, row): (rng.choice((-1, 0, 9, FREE - 1)), rng.choice((0, 1, MOST_COUNT)))
+        for table, (begin, end) in enumerate(itertools.pairwise(offsets))
+        for row in rows[begin:end]
     }
+    tables = [
+        t for t, (begin, end) in enumerate(itertools.pairwise(offsets)) for _ in range(begin, end)
+    ]
+    written = [of_rows[place] for place in zip(tables, rows, strict=True)]
+    last_seen, counts = whole(*(one for one, _ in written)), whole(*(one for _, one in written))
+    return {**drawn, "last_seen": last_seen, "counts": counts}
 
 
-def draw_oldest_first(rng: random.Random) -> Arguments:
-    ids = some_ids(rng, size(rng))
-    seen = [rng.choice((0, 1, 7, 2**32 - 1, rng.randrange(2**32))) for _ in ids]
-    return {"ids": whole(*ids), "last_seen": whole(*seen)}
+class ScoredTable(NamedTuple):
+    """A map and the scores of its rows; all other rows are free.
+
+    Attributes:
+        known: {id: row}.
+        scores: blocks of 2^shift words.
+    """
+
+    slots: list[Tensor]
+    moved: Tensor
+    known: dict[int, int]
+    scores: list[Tensor]
+    shift: int
+
+    @property
+    def capacity(self) -> int:
+        return len(self.scores) << self.shift
+
+
+def draw_scored_table(rng: random.Random) -> ScoredTable:
+    slots, moved, _ = draw_map(rng)
+    shift = rng.choice((0, 3, 8, 11))
+    known = {number: place - 1 for array in slots for number, place in array.tolist() if place > 0}
+    blocks = -(-(max(known.values(), default=-1) + 1 + rng.randrange(9)) // (1 << shift))
+    words = whole(*[oracle.signed(FREE << 32)] * (blocks << shift))
+    for row in known.values():
+        words[row] = a_score(rng)
+    scores = [*words.reshape(-1, 1 << shift, 1).clone()] if blocks else []
+    return ScoredTable(slots, moved, known, scores, shift)
+
+
+def of_scored(tables: list[ScoredTable], **own: Any) -> Arguments:
+    """Returns the arguments of an op: its own, and tables that have maps and scores only."""
+    scores = [block for table in tables for block in table.scores]
+    first, layout = 0, []
+    for table in tables:
+        layout.append([first, len(table.scores), table.shift, 1])
+        first += len(table.scores)
+    maps = joined_maps([(table.slots, table.moved, []) for table in tables])
+    return scored(scores, torch.tensor(layout, dtype=I64).reshape(-1, 4), **maps, **own)
+
+
+def a_before(rng: random.Random) -> int:
+    return rng.choice((0, 5, 12, FREE, 2**62, -1))
+
+
+def draw_half_lives(rng: random.Random) -> list[int]:
+    """Returns the first steps of half-lives, or none."""
+    if rng.random() < 0.3:
+        return [-1] * 40
+    return sorted(rng.choice((0, rng.randrange(12), rng.randrange(FREE))) for _ in range(40))
+
+
+def draw_lowest_rows(rng: random.Random) -> Arguments:
+    tables = [draw_scored_table(rng) for _ in range(rng.randint(1, 3))]
+    questions = []
+    for _ in range(rng.randrange(4)):
+        t = rng.randrange(len(tables))
+        capacity = tables[t].capacity
+        rows = rng.choice((capacity, rng.randint(0, capacity)))
+        most = rng.choice((0, 1, 3, len(tables[t].known), 2**62))
+        questions.append([t, rows, rng.randrange(2), a_before(rng), most])
+    half_lives = [draw_half_lives(rng) for _ in questions]
+    return of_scored(
+        tables,
+        like=torch.ones(rng.choice((0, 3))),
+        questions=torch.tensor(questions, dtype=I64).reshape(-1, 5),
+        half_lives=rng.choice((None, torch.tensor(half_lives, dtype=I64).reshape(-1, 40))),
+        in_order=rng.random() < 0.5,
+    )
+
+
+def draw_choose_listed(rng: random.Random) -> Arguments:
+    """Lists have rows of the table, some of which were seen since, and rows outside of it."""
+    tables = [draw_scored_table(rng) for _ in range(rng.randint(1, 3))]
+    listed, spans = [], []
+    for _ in range(rng.randrange(4)):
+        t = rng.randrange(len(tables))
+        words = torch.cat([torch.empty(0, 1, dtype=I64), *tables[t].scores]).flatten().tolist()
+        entries = []
+        for number, row in tables[t].known.items():
+            last_seen = words[row] >> 32 & FREE
+            entries.append([number, row, rng.choice((last_seen, last_seen, last_seen, 3))])
+        wild = (-(2**63), -1, tables[t].capacity, 2**63 - 1)
+        entries += [[7, rng.choice(wild), FREE] for _ in range(rng.randrange(3))]
+        rng.shuffle(entries)
+        begin, end = sorted(rng.randint(0, len(entries)) for _ in range(2))
+        listed.append(torch.tensor(entries, dtype=I64).reshape(-1, 3).T.contiguous())
+        spans.append([t, begin, end, rng.choice((0, 1, 5, end - begin, 2**62))])
+    spans_of_lists = torch.tensor(spans, dtype=I64).reshape(-1, 4)
+    return of_scored(tables, listed=listed, spans=spans_of_lists)
+
+
+def draw_rule(rng: random.Random, has_counters: bool) -> tuple[list[int], list[float]]:
+    """Returns a rule of admission, and the powers of its chance of refusal."""
+    kind, powers = rng.randrange(3), [1.0] * 33
+    if kind == 2:
+        powers[0] = rng.choice((0.0, 0.5, rng.random(), 1.0 - 1e-9, 1.0))
+        for bit in range(1, 33):
+            powers[bit] = powers[bit - 1] ** 2
+        return [2, rng.randrange(-(2**63), 2**63), rng.choice((1, 2, 7, 33)), 0], powers
+    number = rng.choice((0, 1, 2, 9, MOST_COUNT, 2**40))
+    return [kind, number, 0, int(has_counters and rng.random() < 0.8)], powers
+
+
+def draw_admit(rng: random.Random) -> Arguments:
+    tables = [draw_scored_table(rng) for _ in range(rng.randint(1, 3))]
+    has_counters = rng.random() < 0.7
+    ids: list[int] = []
+    offsets, rules, squares = [0], [], []
+    for table in tables:
+        waiting = rng.sample([*table.known], rng.randint(0, len(table.known)))
+        ids += dict.fromkeys([*waiting, *some_ids(rng, size(rng, 600))])
+        offsets.append(len(ids))
+        rule, powers = draw_rule(rng, has_counters)
+        rules.append(rule)
+        squares.append(powers)
+    times = (1, 1, 2, 9, MOST_COUNT)
+    given = of_scored(
+        tables,
+        new_ids=whole(*ids),
+        occurrences=whole(*(rng.choice(times) for _ in ids)),
+        new_offsets=whole(*offsets),
+        asks=rng.choice((None, torch.tensor([rng.random() < 0.7 for _ in ids], dtype=torch.bool))),
+        counted=rng.choice((None, whole(*(rng.choice((0, *times)) for _ in ids)))),
+        rules=torch.tensor(rules, dtype=I64).reshape(-1, 4),
+        squares=torch.tensor(squares, dtype=torch.float64).reshape(-1, 33),
+        sums=rng.random() < 0.5,
+    )
+    counters = given.pop("tables")
+    return {**given, "counters": counters if has_counters else torch.empty(0, dtype=I64)}
+
+
+def draw_remove_rows_(rng: random.Random) -> Arguments:
+    tables = [draw_scored_table(rng) for _ in range(rng.randrange(4))]
+    gone: list[tuple[int, int]] = []
+    offsets = [0]
+    for table in tables:
+        gone += rng.sample([*table.known.items()], rng.randint(0, len(table.known)))
+        offsets.append(len(gone))
+    return of_scored(
+        tables,
+        ids=whole(*(number for number, _ in gone)),
+        rows=whole(*(row for _, row in gone)),
+        table_offsets=whole(*offsets),
+    )
 
 
 # Owners

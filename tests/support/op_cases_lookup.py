@@ -14,7 +14,9 @@ from op_cases import (
     a_shift,
     a_width,
     cuts,
+    draw_key,
     draw_maps,
+    draw_scores,
     numbers_of,
     size,
     some_ids,
@@ -23,7 +25,7 @@ from op_cases import (
 )
 from op_samples import prepared, tables_in
 from torch import Tensor
-from update_rules import NUMBERS, hyper_of, state_blocks
+from update_rules import NUMBERS, hyper_of, state_blocks, state_widths
 
 
 class Layout(NamedTuple):
@@ -184,28 +186,78 @@ def draw_prepare_tables(rng: random.Random) -> Arguments:
     return tables_in({**given, **draw_maps(rng, len(given["layout"]))[0]})
 
 
-def draw_init_new_rows_(rng: random.Random) -> Arguments:
+def draw_initial(rng: random.Random, tables: int, states: int) -> Arguments:
+    """Draws the initial rows of tables, and the numbers of their states."""
+    ends = [
+        sorted((rng.random(), rng.random())) if rng.random() < 0.5 else [0.0, 1.0]
+        for _ in range(tables)
+    ]
+    numbers = [
+        [-rng.random(), rng.random(), rng.random() - 0.5, rng.random(), *one] for one in ends
+    ]
+    initial = [
+        [rng.randrange(3), rng.randrange(-(2**63), 2**63), rng.choice((0, 1, 3, 16)), 1]
+        for _ in ends
+    ]
+    return {
+        "initial": torch.tensor(initial, dtype=I64).reshape(-1, 4),
+        "parameters": torch.tensor(numbers, dtype=torch.float64).reshape(-1, 6),
+        "initial_states": [rng.choice((0.0, 0.5, 3.0)) for _ in range(states)],
+    }
+
+
+def draw_row_scores(rng: random.Random, layout: list[list[int]]) -> Arguments:
+    """Draws scores of the rows of all tables, or of some, or none at all."""
+    if rng.random() < 0.2:
+        return {}
+    scores: list[Tensor] = []
+    lines = []
+    for _, blocks, shift, _ in layout:
+        count = rng.choice((blocks, blocks, 0))
+        lines.append([len(scores), count, shift, 1])
+        scores += [draw_scores(rng, 1 << shift) for _ in range(count)]
+    return {"scores": scores, "score_layout": torch.tensor(lines, dtype=I64).reshape(-1, 4)}
+
+
+def draw_added(rng: random.Random) -> tuple[Arguments, Arguments]:
+    """Returns tables, and new ids for them; a second call may add the same ids again."""
     given = draw_update_rows_(rng)
-    offsets, reused, firsts, ids = [0], [0], [], 0
+    layout = given["layout"].tolist()
+    offsets, reused, firsts, slots = [0], [0], [], []
     again: list[int] = []
-    for _, blocks, shift, _ in given["layout"].tolist():
+    ids: list[int] = []
+    for _, blocks, shift, _ in layout:
         rows = max(0, (blocks << shift) - (1 << shift) + 1)  # the last block may be short
         first = rng.randint(0, rows)
         again += rng.sample(range(first), rng.randint(0, min(first, 3)))
         fresh = rng.randint(0, min(rows - first, 9))
+        count = len(again) - reused[-1] + fresh
+        own = [*dict.fromkeys(some_ids(rng, count + 3))]
+        ids += [*own, *(2**50 + i for i in range(count))][:count]
         firsts.append(first)
-        ids += len(again) - reused[-1] + fresh
         reused.append(len(again))
-        offsets.append(ids)
-    return {
-        "new_rows": whole(*[-7] * ids),
-        "new_ids": whole(*some_ids(rng, ids)),
+        offsets.append(len(ids))
+        slots.append(torch.zeros(4 * rng.randint(count, 12 + count), 2, dtype=I64))
+    steps = [rng.choice((0, 7, 2**32 - 2)) for _ in layout]
+    counts = whole(*(rng.choice((-1, 0, 1, 2**32 - 1, 2**40)) for _ in ids))
+    own = {
+        "new_rows": whole(*[-7] * len(ids)),
+        "new_ids": whole(*ids),
         "new_offsets": whole(*offsets),
         "first_rows": whole(*firsts),
         "reused": whole(*again),
         "reused_offsets": whole(*reused),
-        "tables": prepared(given)["tables"],
+        "steps": whole(*steps),
+        "counts": rng.choice((None, counts)),
     }
+    moved = torch.tensor([[-1, draw_key(rng)] for _ in layout], dtype=I64).reshape(-1, 2)
+    initial = draw_initial(rng, len(layout), len(state_widths(given["optimizer"], 1)))
+    return {**given, "slots": slots, "moved": moved, **initial, **draw_row_scores(rng, layout)}, own
+
+
+def draw_add_rows_(rng: random.Random) -> Arguments:
+    tables, own = draw_added(rng)
+    return {**own, "tables": prepared(tables)["tables"]}
 
 
 def draw_find(rng: random.Random) -> tuple[Arguments, Arguments, Tensor]:

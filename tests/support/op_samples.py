@@ -151,10 +151,11 @@ def score_blocks():
 
 
 SCORE_LAYOUT = torch.tensor([[0, 2, 2, 1], [2, 0, 2, 1], [2, 1, 2, 1]])  # the second has no scores
+TWO_SCORED = SCORE_LAYOUT[::2].contiguous()
 
 
 def scored(scores, layout, **own):
-    """Returns the arguments of touch_scores_: its own, and tables without rows that have such scores."""
+    """Returns the arguments of an op: its own, and tables without rows that have such scores, and maps."""
     tables = {"weights": [], "layout": whole(0, 0, 0, 1).repeat(len(layout), 1)}
     return prepared({**tables, "scores": scores, "score_layout": layout, **own})
 
@@ -164,6 +165,63 @@ def touch_sample(times=None):
         score_blocks(), SCORE_LAYOUT, rows=whole(0, 7, -1, 7, 3, 0),
         table_offsets=whole(0, 4, 5, 6), steps=whole(5, 6, 7), times=times,
     )  # fmt: skip
+
+
+def score_sample(**own):
+    return scored(
+        score_blocks(), SCORE_LAYOUT, rows=whole(0, 7, -1, 7, 3, 0),
+        table_offsets=whole(0, 4, 5, 6), **own,
+    )  # fmt: skip
+
+
+def roomy_maps():
+    """Returns two maps with the ids of `filled_slots`, and room for calls that add ids again and again."""
+    slots = [empty(64), empty(64)]
+    ops.insert(whole(5, 6, 7, 5), whole(0, 1, 2, 0), whole(0, 3, 4), slots, whole(-1, -1))
+    return {"slots": slots, "moved": whole(-1, -1)}
+
+
+def scored_maps():
+    """Returns the ids and scores of two tables, of 8 and 4 rows; the second has id 5 alone."""
+    return {**roomy_maps(), "scores": score_blocks(), "score_layout": TWO_SCORED}
+
+
+def add_sample(tables, **changed):
+    """Returns new ids of two tables: two, of which the first reuses a row, and one."""
+    own = {
+        "new_rows": whole(0, 0, 0), "new_ids": whole(50, 51, 52), "new_offsets": whole(0, 2, 3),
+        "first_rows": whole(6, 0), "reused": whole(1), "reused_offsets": whole(0, 1, 1),
+        "steps": whole(9, 2**32 - 2), "counts": None,
+    }  # fmt: skip
+    return prepared({**tables, **roomy_maps(), **own, **changed})
+
+
+def admit_sample(**changed):
+    """Returns new ids of two tables, the first with counters: 5, 6 and 7 are waiting there."""
+    squares = torch.ones(2, 33, dtype=torch.float64)
+    squares[1, :2] = torch.tensor([0.5, 0.25])
+    own = {
+        "new_ids": whole(5, 8, 7, 30, 31), "occurrences": whole(1, 9, 1, 1, 2),
+        "new_offsets": whole(0, 3, 5), "asks": None, "counted": None,
+        "rules": whole(1, 9, 0, 1, 2, -5, 2, 0).view(2, 4), "squares": squares, "sums": True,
+    }  # fmt: skip
+    given = scored(score_blocks(), TWO_SCORED, **roomy_maps(), **own)
+    given["counters"] = given.pop("tables")
+    return {**given, **changed}
+
+
+def lowest_sample(in_order=False, half_lives=None, **changed):
+    """Returns two questions of two tables: the two lowest of three rows by count, and all by last_seen."""
+    questions = whole(0, 3, 1, 9, 2, 1, 4, 0, 9, 7).view(2, 5)
+    own = {"like": whole(), "questions": questions, "half_lives": half_lives, "in_order": in_order}
+    return scored(score_blocks(), TWO_SCORED, **roomy_maps(), **own, **changed)
+
+
+def choose_sample():
+    """Returns lists of two tables: of the first, rows 0 and 2 are as listed."""
+    listed = [whole(5, 6, 7, 0, 1, 2, 0, 9, 2).view(3, 3), whole(5, 9, 0, 3, 8, 3).view(3, 2)]
+    spans = whole(0, 0, 3, 2, 1, 1, 2, 1).view(2, 4)
+    return scored(score_blocks(), TWO_SCORED, **roomy_maps(), listed=listed, spans=spans)
 
 
 def mark_blocks():
@@ -237,14 +295,46 @@ SAMPLES = {
         }
     ],
     "read_scores": [lambda: {"rows": whole(0, -1, 11), "scores": score_blocks(), "shift": 2}],
-    "lowest_scores": [
-        lambda by_count=by_count, most=most: {
-            "slots": filled_slots()[::-1], "moved": whole(0), "scores": score_blocks(), "shift": 2,
-            "rows": 3, "by_count": by_count, "before": 9, "most": most,
-        }
-        for by_count, most in ((True, 2), (False, 1), (False, 0))
+    "read_scores_prepared": [score_sample],
+    "write_scores_prepared_": [
+        lambda: score_sample(
+            last_seen=whole(-1, 2**32 - 2, 0, 2**32 - 2, 9, 0),
+            counts=whole(0, 2**32 - 1, 0, 2**32 - 1, 5, 6),
+        )
     ],
-    "oldest_first": [lambda: {"ids": whole(5, -6, 7), "last_seen": whole(3, 2**32 - 1, 3)}],
+    "add_rows_": [
+        lambda: add_sample(tables_in(update(2)) | scored_maps()),
+        lambda: add_sample(tables_in(update(2)), counts=whole(-1, 7, 2**40)),
+        lambda: add_sample(
+            {"weights": [], "layout": whole(0, 0, 0, 1).repeat(2, 1)} | scored_maps(),
+            counts=whole(1, 2**32 - 1, 3),
+        ),
+    ],
+    "remove_rows_": [
+        lambda tables=tables: prepared(
+            tables() | scored_maps(),
+            ids=whole(5, 7, 5), rows=whole(0, 2, 0), table_offsets=whole(0, 2, 3),
+        )
+        for tables in (
+            lambda: tables_in(update(2)),
+            lambda: {"weights": [], "layout": whole(0, 0, 0, 1).repeat(2, 1)},
+        )
+    ],
+    "admit": [
+        admit_sample,
+        lambda: admit_sample(
+            asks=torch.tensor([True, False, True, False, True]), counted=whole(1, 0, 4, -1, 2),
+        ),
+        lambda: admit_sample(
+            rules=whole(0, 0, 0, 0, 1, 2, 0, 0).view(2, 4), counters=torch.empty(0, dtype=I64),
+        ),
+    ],
+    "lowest_rows": [
+        lowest_sample,
+        lambda: lowest_sample(True),
+        lambda: lowest_sample(half_lives=torch.arange(80).view(2, 40) - 40),
+    ],
+    "choose_listed": [choose_sample],
     "mark_rows_": [
         lambda: {
             "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),
@@ -305,13 +395,6 @@ SAMPLES = {
     "find_and_pool": [
         find_sample,
         lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0),
-    ],
-    "init_new_rows_": [
-        lambda: {
-            "new_rows": whole(0, 0, 0), "new_ids": whole(7, 8, 9),
-            "new_offsets": whole(0, 2, 3), "first_rows": whole(6, 0),
-            "reused": whole(1), "reused_offsets": whole(0, 1, 1), "tables": prepared(update(2))["tables"],
-        },
     ],
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),
