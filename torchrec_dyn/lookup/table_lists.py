@@ -181,6 +181,7 @@ class TableLists:
         trained: the tables that are not frozen; None if all are frozen.
         shows_initial: True if unseen ids of a table read as initial rows.
         has_changes: True if a table records its changes.
+        rounds: True if rows are below float32, so that their updates are rounded.
         hyper: the hyper-parameters of `ops.update_rows_` behind the learning rate.
         unsent: the reduction of a batch that no dist has sent.
         prepared: the tables as ops take them.
@@ -195,6 +196,7 @@ class TableLists:
     trained: TrainedTables | None
     shows_initial: bool
     has_changes: bool
+    rounds: bool
     hyper: list[float]
     unsent: Reduction
     prepared: PreparedTables
@@ -254,6 +256,7 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         trained=trained,
         shows_initial=any(table.config.unseen == "initial" for table in tables),
         has_changes=_each(tables, "changes") != [None] * len(tables),
+        rounds=tables[0].dtype != torch.float32,
         hyper=tables[0].optimizer.hyper(0.0)[1:],
         unsent=Reduction([1.0] * len(tables), None),
         prepared=prepared,
