@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
 from torchrec_dyn.lookup import Batch
+from torchrec_dyn.storage import TABLES
 
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
 OPTIMIZERS = [EmbOptimType[name] for name in (
@@ -240,6 +241,9 @@ def test_every_way_to_freeze_or_mark_a_table_is_seen_by_the_next_forward():
         assert [moved(), moved(), moved()] == [False] * 3
         freeze(False)
         assert [moved(), moved(), moved()] == [True] * 3
+    token = TABLES.now
+    weight.grad = None  # as loops do for all parameters
+    assert TABLES.now is token
     options = {"lr": 0.0}
     for number in (1, 2):
         apply_optimizer_in_backward(torch.optim.SGD, [weight], options)

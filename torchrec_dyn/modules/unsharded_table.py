@@ -349,9 +349,12 @@ class _Placeholder(nn.Parameter):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        TABLES.renew()
+        is_told = name == "requires_grad" or name in CHOICES
+        if is_told:
+            TABLES.renew()
         super().__setattr__(name, value)
-        TABLES.renew()  # a thread may have looked at it in between
+        if is_told:
+            TABLES.renew()  # a thread may have looked at it in between
 
     def requires_grad_(self, requires_grad: bool = True) -> _Placeholder:
         """Freezes the table, or trains it."""
