@@ -416,8 +416,9 @@ class TableGroup:
             self.deferred.begin(batch.table_offsets, trained.tables)
             trained.shared.earlier = self.deferred.sizes
         scored = trained.with_life and lists.has_changes
-        streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
-        learning = step.rows
+        streams, learning = lists.streams, step.rows
+        if lists.stepping is not None:
+            streams = torch.add(streams, lists.stepping, alpha=trained.shared.counted.steps)
         if lists.is_frozen is not None:
             learning = lists.rows_to_update(learning, batch.table_offsets)
         if batch.uses is not None:

@@ -14,7 +14,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrec_dyn.lookup import Batch, TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
@@ -95,8 +95,8 @@ class UnshardedLookup:
     def _drop_groups(self) -> None:
         self._grouped_for: list[_State] = []
         self._grouped_at: object = None  # the token of all tables when they were compared last
-        self._grouped_weights: list[nn.Parameter | None] = []  # their placeholders then
-        self._marked: list[nn.Parameter] = []  # those with marks
+        self._grouped_weights: list[Any] = []  # their placeholders then
+        self._marked: list[Any] = []  # those with marks
         self._marks: list[Any] = []  # copies of these marks: TorchRec writes to them in place
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
@@ -171,11 +171,12 @@ class UnshardedLookup:
     def _current_groups(self) -> list[_Group]:
         # Every forward asks: so no function is called for each table as long as none has changed. A table
         # that is frozen renews the token; `functional_call` replaces placeholders.
-        now, weights = TABLES.now, [table._parameters["weight"] for table in self.tables]
+        now = TABLES.now
+        weights: list[Any] = [table._parameters["weight"] for table in self.tables]
         is_known = now is self._grouped_at and all(map(is_, weights, self._grouped_weights))
         if is_known and [*map(marks_of, self._marked)] == self._marks:
             return self._groups
-        marked = [weight for weight in weights if weight is not None and vars(weight)]
+        marked = [weight for weight in weights if vars(weight)]
         marks = deepcopy([*map(marks_of, marked)])
         shards = [table.rows() for table in self.tables]
         self._grouped_weights, self._marked, self._marks = weights, marked, marks
