@@ -8,11 +8,13 @@ import pytest
 import torch
 from collection_oracle import POOL
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
 from torchrec_dyn.lookup import Batch
+from torchrec_dyn.storage import TABLES
 
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
 OPTIMIZERS = [EmbOptimType[name] for name in (
@@ -212,6 +214,44 @@ def test_requires_grad_and_freeze_are_one():
     assert weight.requires_grad
     ebc(batch).values().sum().backward()
     assert handle.num_rows > 0
+
+
+def test_every_way_to_freeze_or_mark_a_table_is_seen_by_the_next_forward():
+    ebc = make("t", {}, fused_params=None)
+    weight, (batch, _) = ebc.embedding_bags["t"].weight, draw(random.Random(5), "t")
+
+    def moved():
+        """Returns True if a step changes rows."""
+        before = ebc(batch).values()
+        if before.requires_grad:
+            before.sum().backward()
+        return not torch.equal(ebc(batch).values(), before)
+
+    with pytest.warns(UserWarning, match="expected an optimizer"):
+        for _ in range(3):
+            ebc(batch).values().sum().backward()
+    assert moved()
+    for freeze in (
+        lambda frozen: weight.requires_grad_(not frozen),
+        lambda frozen: setattr(weight, "requires_grad", not frozen),
+        lambda frozen: ebc.requires_grad_(not frozen),
+        lambda frozen: ebc.table("t").freeze() if frozen else ebc.table("t").unfreeze(),
+    ):
+        freeze(True)
+        assert [moved(), moved(), moved()] == [False] * 3
+        freeze(False)
+        assert [moved(), moved(), moved()] == [True] * 3
+    token = TABLES.now
+    weight.grad = None  # as loops do for all parameters
+    assert TABLES.now is token
+    options = {"lr": 0.0}
+    for number in (1, 2):
+        apply_optimizer_in_backward(torch.optim.SGD, [weight], options)
+        if number == 1:
+            assert [moved(), moved(), moved()] == [False] * 3  # marked: the rate is 0
+        else:
+            with pytest.raises(ValueError, match="expected one optimizer"):  # marked in place
+                moved()
 
 
 @pytest.mark.parametrize("used", [False, True])

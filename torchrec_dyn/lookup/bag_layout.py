@@ -19,6 +19,7 @@ from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard
 
 Pooling = Literal["sum", "mean", "none"]
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def lookup_of(tables: Sequence[TableShard]) -> str:
@@ -41,12 +42,13 @@ def contiguous_input(tables: Sequence[TableShard], batch: Batch) -> None:
         numbers = getattr(batch, name)
         if numbers is None:
             continue
-        if numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1:
+        if numbers.dtype not in _INTEGERS or numbers.dim() != 1:
             raise _misfit(tables, f"{name} {size} of int64 or int32, got {_kind(numbers)}.")
         setattr(batch, name, numbers.contiguous())
     device = tables[0].weights.device
+    on_cpu = device.type == "cpu"
     for tensor in (ids, batch.lengths, batch.offsets, weights):
-        if tensor is not None and tensor.is_cpu != (device.type == "cpu"):
+        if tensor is not None and tensor.is_cpu != on_cpu:
             raise _misfit(
                 tables,
                 f"ids, offsets and weights on {device}, where the rows are, got a tensor on {tensor.device}. "

@@ -9,7 +9,6 @@ Legend: T tables, M distinct rows of a table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,17 +18,6 @@ from torchrec_dyn.lookup.row_sums import RowSums, subtract_gradients
 from torchrec_dyn.row_rules import RowRule
 from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard
-
-
-@dataclass(frozen=True)
-class _Updated:
-    """The rows and states of one table after a rule; `is_refused` [M] bool, None if all are written."""
-
-    table: TableShard
-    rows: Tensor
-    weights: Tensor
-    states: list[Tensor]
-    is_refused: Tensor | None
 
 
 def update_by_rule(
@@ -49,28 +37,32 @@ def update_by_rule(
             changed.
         ValueError: the rule has replaced a state by one of another shape or dtype; no row has changed.
     """
-    updated: list[_Updated] = []
+    writes: list[Callable[[], None]] = []
+    refused: list[tuple[TableShard, Tensor]] = []
     sums.reverse()
     for table, stream in zip(tables, streams, strict=True):
         of_table = sums.pop()
         if of_table.rows.numel():
-            updated.append(_run(rule, table, of_table, stream, learning_rate))
-    for one in updated:
-        if one.is_refused is not None and one.table.nonfinite is not None:
-            refused = one.is_refused.count_nonzero()
-            one.table.nonfinite += refused
-            if one.table.config.on_nonfinite == "error" and int(refused):
-                raise RuntimeError(
-                    f"{one.table.where}: expected finite rows and states after {rule!r}, got NaN or "
-                    f"infinity in {int(refused)} rows. No row has changed. Look for the loss or the input "
-                    'that is not finite, or set on_nonfinite="skip".'
-                )
-    return [partial(_write, one) for one in updated]
+            weights, states, is_refused = _run(rule, table, of_table, stream, learning_rate)
+            writes.append(partial(_write, table, of_table.rows, weights, states))
+            if is_refused is not None:
+                refused.append((table, is_refused.count_nonzero()))
+    for table, count in refused:
+        assert table.nonfinite is not None
+        table.nonfinite += count
+        if table.config.on_nonfinite == "error" and int(count):
+            raise RuntimeError(
+                f"{table.where}: expected finite rows and states after {rule!r}, got NaN or infinity in "
+                f"{int(count)} rows. No row has changed. Look for the loss or the input that is not finite, "
+                'or set on_nonfinite="skip".'
+            )
+    return writes
 
 
 def _run(
     rule: RowRule, table: TableShard, sums: RowSums, stream: Tensor, learning_rate: float
-) -> _Updated:
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Returns the rows and states of one table after a rule, and which are refused, [M] bool; None: none."""
     before = table.weights.read(sums.rows)
     former = [store.read(sums.rows) for store in table.states]
     checks = table.nonfinite is not None
@@ -101,7 +93,7 @@ def _run(
             torch.where(is_refused[:, None], old, new)
             for old, new in zip(former, after, strict=True)
         ]
-    return _Updated(table, sums.rows, weights, after, is_refused)
+    return weights, after, is_refused
 
 
 def _rounded(before: Tensor, after: Tensor, ids: Tensor, stream: Tensor) -> Tensor:
@@ -127,7 +119,7 @@ def _rounded(before: Tensor, after: Tensor, ids: Tensor, stream: Tensor) -> Tens
     return blocks[0][:count]
 
 
-def _write(one: _Updated) -> None:
-    one.table.weights.write(one.rows, one.weights)
-    for store, state in zip(one.table.states, one.states, strict=True):
-        store.write(one.rows, state)
+def _write(table: TableShard, rows: Tensor, weights: Tensor, states: Sequence[Tensor]) -> None:
+    table.weights.write(rows, weights)
+    for store, state in zip(table.states, states, strict=True):
+        store.write(rows, state)

@@ -128,7 +128,6 @@ class TableGroup:
         self._insert_all = _inserting(self.tables, features_per_table, uses)
         self._lists: TableLists | None = None
         self._forwards = OpenForwards()
-        self._rounds = self.tables[0].dtype != torch.float32
         for table in self.tables:
             table.lock = self.lock
 
@@ -292,7 +291,7 @@ class TableGroup:
 
     def _await_update(self, forward: Forward, batch: Batch, lists: TableLists) -> None:
         """Notes what the update of the rows of a batch needs. On the CPU their record needs the ids."""
-        if self._rounds:
+        if lists.rounds:
             forward.ids = batch.ids.clone()
         if batch.senders is not None:
             assert batch.offsets is not None
@@ -417,8 +416,9 @@ class TableGroup:
             self.deferred.begin(batch.table_offsets, trained.tables)
             trained.shared.earlier = self.deferred.sizes
         scored = trained.living.numbers and lists.has_changes
-        streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
-        learning = step.rows
+        streams, learning = lists.streams, step.rows
+        if lists.stepping is not None:
+            streams = torch.add(streams, lists.stepping, alpha=trained.shared.counted.steps)
         if lists.is_frozen is not None:
             learning = lists.rows_to_update(learning, batch.table_offsets)
         if batch.uses is not None:

@@ -111,11 +111,13 @@ class TableLists:
         token: the token of tables before the listing.
         generations, row_numbers: [T], of each table.
         streams: [T, 3] int64 for `ops.update_rows_`, before the forwards of the shared counters.
-        stepping: [T, 3] int64, what each forward of the shared counters adds to `streams`.
+        stepping: [T, 3] int64, what each forward of the shared counters adds to `streams`; None if updates
+            do not depend on the step.
         is_frozen: [T] bool; None if no table is frozen.
         trained: the tables that are not frozen; None if all are frozen.
         shows_initial: True if unseen ids of a table read as initial rows.
         has_changes: True if a table records its changes.
+        rounds: True if rows are below float32, so that their updates are rounded.
         hyper: the hyper-parameters of `ops.update_rows_` behind the learning rate.
         unsent: the reduction of a batch that no dist has sent.
         prepared: the tables as ops take them.
@@ -125,11 +127,12 @@ class TableLists:
     generations: list[int]
     row_numbers: list[RowNumbers]
     streams: Tensor
-    stepping: Tensor
+    stepping: Tensor | None
     is_frozen: Tensor | None
     trained: TrainedTables | None
     shows_initial: bool
     has_changes: bool
+    rounds: bool
     hyper: list[float]
     unsent: Reduction
     prepared: PreparedTables
@@ -177,8 +180,10 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
     streams = torch.tensor([_each(tables, name) for name in columns], device="cpu").T.contiguous()
     if trained is not None:
         streams[list(learning), 2] -= trained.shared.counted.steps
-    stepping = torch.zeros_like(streams)
-    stepping[:, 2] = ~is_frozen
+    rounds, stepping = tables[0].dtype != torch.float32, None
+    if rounds or tables[0].optimizer.counts_steps:
+        stepping = torch.zeros_like(streams)
+        stepping[:, 2] = ~is_frozen
     return TableLists(
         token=token,
         generations=_each(tables, "generation"),
@@ -189,6 +194,7 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         trained=trained,
         shows_initial=any(table.config.unseen == "initial" for table in tables),
         has_changes=_each(tables, "changes") != [None] * len(tables),
+        rounds=rounds,
         hyper=tables[0].optimizer.hyper(0.0)[1:],
         unsent=Reduction([1.0] * len(tables), None),
         prepared=prepared,

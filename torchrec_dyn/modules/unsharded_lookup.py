@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torchrec_dyn.modules.optimizer_choice import (
     placement_options,
     placement_warning,
 )
-from torchrec_dyn.modules.unsharded_table import CHOICES, UnshardedTable
+from torchrec_dyn.modules.unsharded_table import UnshardedTable, marks_of
 from torchrec_dyn.modules.wrapper_checks import check_not_wrapped, check_runs_once
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
@@ -94,7 +95,9 @@ class UnshardedLookup:
     def _drop_groups(self) -> None:
         self._grouped_for: list[_State] = []
         self._grouped_at: object = None  # the token of all tables when they were compared last
-        self._grouped_marks: list[Any] = []  # what was chosen by the marks of their weights then
+        self._grouped_weights: list[Any] = []  # their placeholders then
+        self._marked: list[Any] = []  # those with marks
+        self._marks: list[Any] = []  # copies of these marks: TorchRec writes to them in place
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
         self._optimizer: DynamicOptimizer | None = None
@@ -166,19 +169,17 @@ class UnshardedLookup:
         return [table.config.name for table in self.tables if not table.is_frozen]
 
     def _current_groups(self) -> list[_Group]:
-        # Every forward asks: so no function is called for each table as long as none has changed.
-        now, (classes, kwargs) = TABLES.now, CHOICES
-        marks = [
-            (id(weight), weight.requires_grad, vars(weight).get(classes), vars(weight).get(kwargs))
-            for table in self.tables
-            if (weight := table._parameters["weight"]) is not None
-        ]
-        if now is self._grouped_at and marks == self._grouped_marks:
+        # Every forward asks: so no function is called for each table as long as none has changed. A table
+        # that is frozen renews the token; `functional_call` replaces placeholders.
+        now = TABLES.now
+        weights: list[Any] = [table._parameters["weight"] for table in self.tables]
+        is_known = now is self._grouped_at and all(map(is_, weights, self._grouped_weights))
+        if is_known and [*map(marks_of, self._marked)] == self._marks:
             return self._groups
+        marked = [weight for weight in weights if vars(weight)]
+        marks = deepcopy([*map(marks_of, marked)])
         shards = [table.rows() for table in self.tables]
-        self._grouped_marks = deepcopy(marks)  # TorchRec writes to the marks in place
-        if now is self._grouped_at and now is TABLES.now:  # `rows` may have changed a table
-            return self._groups
+        self._grouped_weights, self._marked, self._marks = weights, marked, marks
         state = [(shard, shard.dtype, shard.optimizer) for shard in shards]
         if state != self._grouped_for:
             with self.lock:

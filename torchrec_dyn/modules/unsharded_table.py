@@ -39,6 +39,12 @@ CHOICES = ("_optimizer_classes", "_optimizer_kwargs")  # attributes of a weight,
 _NO_CHOICE: list[Any] = []
 
 
+def marks_of(weight: Tensor) -> tuple[list[Any], list[Any]]:
+    """Returns the choice of an optimizer that TorchRec has written on a weight."""
+    marks = vars(weight)
+    return marks.get(CHOICES[0], _NO_CHOICE), marks.get(CHOICES[1], _NO_CHOICE)
+
+
 @skipped_by_fully_shard
 class UnshardedTable(nn.Module):
     """Holds the rows of one table in this process, and a placeholder parameter `weight`.
@@ -74,7 +80,8 @@ class UnshardedTable(nn.Module):
 
     def rows(self) -> TableShard:
         """Returns the rows, created at first use; another choice of optimizer since keeps them."""
-        # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
+        # Called for each table whenever one has changed. So it avoids nn.Module's attribute lookup, and
+        # compares without a copy.
         weight = self._parameters["weight"]
         assert weight is not None
         if not weight.is_meta:
@@ -83,9 +90,7 @@ class UnshardedTable(nn.Module):
                 f"{weight.device}: functional_call cannot replace rows. Leave the weight out of the call, "
                 "and edit rows with `assign`."
             )
-        marks = vars(weight)
-        choice = (marks.get(CHOICES[0], _NO_CHOICE), marks.get(CHOICES[1], _NO_CHOICE))
-        table = self.shard
+        choice, table = marks_of(weight), self.shard
         if table is None or choice != self._choice:
             table = self._rows_for(choice)
         if table.is_frozen == weight.requires_grad:
@@ -339,12 +344,26 @@ class _Placeholder(nn.Parameter):
     """The parameter `weight` of a table. Copies of those that hold it, too, as optimizers, have the copy's.
 
     Other parameters lose their attributes when they are deep-copied, and cannot be pickled with the
-    optimizers that apply_optimizer_in_backward sets on them.
+    optimizers that apply_optimizer_in_backward sets on them. Groups are told when the table is frozen or
+    marked.
     """
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_told = name == "requires_grad" or name in CHOICES
+        if is_told:
+            TABLES.renew()
+        super().__setattr__(name, value)
+        if is_told:
+            TABLES.renew()  # a thread may have looked at it in between
+
+    def requires_grad_(self, requires_grad: bool = True) -> _Placeholder:
+        """Freezes the table, or trains it."""
+        self.requires_grad = requires_grad
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        choice = [vars(self).get(name, _NO_CHOICE) for name in CHOICES]
-        return _placeholder, (tuple(self.shape), self.dtype, self.requires_grad, *choice)
+        form = tuple(self.shape), self.dtype, self.requires_grad
+        return _placeholder, (*form, *marks_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Placeholder:
         make, arguments = self.__reduce_ex__(4)
