@@ -107,5 +107,5 @@ def test_waits_of_a_step_do_not_depend_on_the_number_of_tables(life, tables=3):
         if device.is_mock:
             assert max(often, key=len) == WAITS[life] and len(often) > 2
             most = max(len(waits) for waits in known if waits is not None)
-            assert most == (1 if life == ("none", "all") else 2)
+            assert most == {("none", "all"): 1, ("steps", "all"): 3}.get(life, 2)
         twins.compare()
