@@ -98,15 +98,6 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "mark_new_(Tensor rows, Tensor table_offsets, Tensor(a!)[] marks, Tensor layout) -> "
       "(Tensor places, Tensor begins)");
 
-  // ---- life: scores, eviction
-
-  // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has no
-  // score.
-  //
-  // Writes the scores of rows [M]; last_seen -1 makes a row free.
-  m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
-  // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
-  m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
   // ---- ranks: the owners of ids
 
   // ids [N] in bags of lengths [B], int32 or int64, weights [N] -> the batch that goes to `ranks` owners: ids [N] by
@@ -132,12 +123,15 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
   // the step and adds its times to the count.
   m.def("touch_scores_(Tensor rows, Tensor table_offsets, Tensor steps, Tensor? times, Tensor tables) -> ()");
+  // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has no
+  // score.
+  //
   // rows [N] in table order -> last_seen [N], counts [N]: -1 and 0 for a free row, row -1, and a row of a table without
   // scores.
-  m.def("read_scores_prepared(Tensor rows, Tensor table_offsets, Tensor tables) -> (Tensor last_seen, Tensor counts)");
+  m.def("read_scores(Tensor rows, Tensor table_offsets, Tensor tables) -> (Tensor last_seen, Tensor counts)");
   // Writes the scores of rows [N] in table order, -1 is skipped; equal rows have equal scores.
   m.def(
-      "write_scores_prepared_(Tensor rows, Tensor table_offsets, Tensor last_seen, Tensor counts, Tensor tables) -> ()");
+      "write_scores_(Tensor rows, Tensor table_offsets, Tensor last_seen, Tensor counts, Tensor tables) -> ()");
   // Gives rows to new ids [M], the new ids of each table from new_offsets [T + 1] on: their numbers, initial rows and
   // states, scores with last_seen of steps [T] and counts [M] (0 if left out), and slots. A table takes the rows `reused` first,
   // its own from reused_offsets [T + 1] on, then those from first_rows [T] on. new_rows [M]: the rows are written there.

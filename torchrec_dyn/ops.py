@@ -154,19 +154,6 @@ def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Ten
 
 
 @_op
-def write_scores_(
-    rows: Tensor, last_seen: Tensor, counts: Tensor, scores: Sequence[Tensor], shift: int
-) -> None:
-    """Writes scores of one table, in place. For a repeated row the last score is kept."""
-
-
-@_op
-def read_scores(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tensor]:
-    """Reads scores of one table."""
-    return torch.empty_like(rows), torch.empty_like(rows)
-
-
-@_op
 def mark_rows_(
     rows: Tensor,
     table_offsets: Tensor,
@@ -305,15 +292,13 @@ def find_and_pool(
 
 
 @_op
-def read_scores_prepared(
-    rows: Tensor, table_offsets: Tensor, tables: Tensor
-) -> tuple[Tensor, Tensor]:
+def read_scores(rows: Tensor, table_offsets: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Reads scores of prepared tables."""
     return torch.empty_like(rows), torch.empty_like(rows)
 
 
 @_op
-def write_scores_prepared_(
+def write_scores_(
     rows: Tensor, table_offsets: Tensor, last_seen: Tensor, counts: Tensor, tables: Tensor
 ) -> None:
     """Writes scores of prepared tables, in place."""

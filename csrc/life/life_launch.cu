@@ -16,10 +16,5 @@ TORCHREC_DYN_LAUNCH(WriteLowest);
 
 TORCHREC_DYN_LAUNCH(CheckTouchedRows);
 TORCHREC_DYN_LAUNCH(TouchScores);
-TORCHREC_DYN_LAUNCH(CheckWrittenScores);
-TORCHREC_DYN_LAUNCH(FreeScores);
-TORCHREC_DYN_LAUNCH(ClaimScores);
-TORCHREC_DYN_LAUNCH(WriteScores);
-TORCHREC_DYN_LAUNCH(ReadScores);
 
 }  // namespace torchrec_dyn

@@ -1,4 +1,4 @@
-// The kernels of scores (simt.h): touched, written and read by row.
+// The kernels of scores (simt.h): touched by row.
 #pragma once
 
 #include <cstdint>
@@ -70,80 +70,6 @@ struct TouchScores {
       if (was == seen) return;
       seen = was;
     }
-  }
-};
-
-// The scores that a call writes. Of equal rows the last one's score stays. The words themselves find it, in three
-// launches: FreeScores makes the rows free; ClaimScores raises each word to the highest of its rows' marks, which are
-// the free score + position + 1; WriteScores writes the score of a row whose mark is still there. A mark is no score,
-// since a free row has count 0, so the thread of an earlier equal row sees that it is not the last one, before and
-// after the score is written. Requires fewer than 2^32 rows.
-struct WrittenScores {
-  const int64_t* rows;
-  const int64_t* last_seen;
-  const int64_t* counts;
-  int64_t count;
-  ScoreBlocks words;
-  int64_t* first_bad;  // 0, or the position of the first invalid row or score - count
-  ErrorReport error;   // capacity, row, last_seen, count
-
-  TORCHREC_DYN_BOTH int64_t* word(int64_t i) const { return word_of(words.word(rows[i])); }
-  TORCHREC_DYN_BOTH int64_t mark(int64_t i) const { return static_cast<int64_t>(kFreeScore) + i + 1; }
-};
-
-struct CheckWrittenScores {
-  WrittenScores scores;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const bool is_score = is_last_seen(scores.last_seen[i]) && is_count(scores.counts[i]);
-    if (!is_score || !scores.words.holds(scores.rows[i])) simt::atomic_min(scores.first_bad, i - scores.count);
-  }
-};
-
-struct FreeScores {
-  WrittenScores scores;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*scores.first_bad == 0) return simt::store(scores.word(i), static_cast<int64_t>(kFreeScore));
-    if (i != 0) return;
-    const int64_t bad = scores.count + *scores.first_bad;
-    scores.error.report(scores.words.capacity, scores.rows[bad], scores.last_seen[bad], scores.counts[bad]);
-  }
-};
-
-struct ClaimScores {
-  WrittenScores scores;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*scores.first_bad == 0) simt::atomic_max(scores.word(i), scores.mark(i));
-  }
-};
-
-struct WriteScores {
-  WrittenScores scores;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*scores.first_bad != 0) return;
-    int64_t* word = scores.word(i);
-    if (simt::load(word) != scores.mark(i)) return;
-    simt::store(word, static_cast<int64_t>(score_of(scores.last_seen[i], scores.counts[i])));
-  }
-};
-
-struct ReadScores {
-  const int64_t* rows;
-  ScoreBlocks words;
-  int64_t* last_seen;
-  int64_t* counts;
-  ErrorReport error;  // capacity
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const int64_t row = rows[i];
-    const bool holds = words.holds(row);
-    if (!holds && row != -1) error.report(words.capacity);
-    const uint64_t score = holds ? *words.word(row) : kFreeScore;
-    last_seen[i] = is_free(score) ? -1 : static_cast<int64_t>(last_seen_of(score));
-    counts[i] = is_free(score) ? 0 : static_cast<int64_t>(count_of(score));
   }
 };
 

@@ -236,8 +236,9 @@ struct PrepareTablesCall {
     const char* op = "prepare_tables";
     auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
     tables->maps = views_of(op, slots, moved, device);
-    check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
-               static_cast<int64_t>(tables->maps.size()));
+    if (moved.numel() > 0)
+      check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
+                 static_cast<int64_t>(tables->maps.size()));
     read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
     if (initial && parameters) read_initial(op, *tables, *initial, *parameters, initial_states);
     if (score_layout) read_scores_of(op, *tables, scores, *score_layout);

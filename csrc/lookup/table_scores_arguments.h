@@ -75,7 +75,7 @@ struct TableScoresCall {
 };
 
 struct ReadScoresCall {
-  static constexpr const char* kOp = "read_scores_prepared";
+  static constexpr const char* kOp = "read_scores";
 
   ArgumentReader arguments;
 
@@ -85,7 +85,7 @@ struct ReadScoresCall {
 };
 
 struct WriteScoresCall {
-  static constexpr const char* kOp = "write_scores_prepared_";
+  static constexpr const char* kOp = "write_scores_";
 
   ArgumentReader arguments;
 

@@ -79,7 +79,7 @@ void check_scored_rows(const TableScoresCall& call, int64_t wrong) {
   check_scored_row(call.op, false, call.row()[wrong], call.tables->scores[static_cast<size_t>(t)].capacity);
 }
 
-std::tuple<Tensor, Tensor> read_scores_prepared(const ReadScoresCall& call) {
+std::tuple<Tensor, Tensor> read_scores(const ReadScoresCall& call) {
   call.of.check();
   const int64_t n = call.rows.numel();
   Tensor last_seen = new_int64(n), counts = new_int64(n);
@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> read_scores_prepared(const ReadScoresCall& call) {
   return {last_seen, counts};
 }
 
-void write_scores_prepared_(const WriteScoresCall& call) {
+void write_scores_(const WriteScoresCall& call) {
   call.check();
   const int64_t* const seen = const_data<int64_t>(call.last_seen);
   const int64_t* const count = const_data<int64_t>(call.counts);
@@ -125,8 +125,8 @@ void write_scores_prepared_(const WriteScoresCall& call) {
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_STRUCT_KERNEL("touch_scores_", &touch_scores_));
-  m.impl(TORCHREC_DYN_STRUCT_KERNEL("read_scores_prepared", &read_scores_prepared));
-  m.impl(TORCHREC_DYN_STRUCT_KERNEL("write_scores_prepared_", &write_scores_prepared_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("read_scores", &read_scores));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("write_scores_", &write_scores_));
 }
 
 }  // namespace torchrec_dyn

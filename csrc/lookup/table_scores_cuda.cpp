@@ -27,7 +27,7 @@ void touch_scores_(const TouchCall& given) {
   call.finish();
 }
 
-std::tuple<Tensor, Tensor> read_scores_prepared(const ReadScoresCall& given) {
+std::tuple<Tensor, Tensor> read_scores(const ReadScoresCall& given) {
   given.of.check();
   const int64_t n = given.rows.numel();
   DeviceCall call(given.rows);
@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor> read_scores_prepared(const ReadScoresCall& given) {
   return {last_seen, counts};
 }
 
-void write_scores_prepared_(const WriteScoresCall& given) {
+void write_scores_(const WriteScoresCall& given) {
   given.check();
   const int64_t n = given.rows.numel();
   if (n == 0) return;
@@ -61,8 +61,8 @@ void write_scores_prepared_(const WriteScoresCall& given) {
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_STRUCT_KERNEL("touch_scores_", &touch_scores_));
-  m.impl(TORCHREC_DYN_STRUCT_KERNEL("read_scores_prepared", &read_scores_prepared));
-  m.impl(TORCHREC_DYN_STRUCT_KERNEL("write_scores_prepared_", &write_scores_prepared_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("read_scores", &read_scores));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("write_scores_", &write_scores_));
 }
 
 }  // namespace torchrec_dyn

@@ -2,42 +2,14 @@
 
 import pytest
 import torch
-from device_ops import DESCRIPTIONS
 from mock_device import CUDA, MockDevice
-from op_samples import SAMPLES
 from table_cases import ids_of
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
 from torchrec_dyn.life.admission import AdmissionRule, AdmissionRules
 from torchrec_dyn.storage.row_marks import RowMarks
 
 pytestmark = pytest.mark.mock_only
-OPS = (
-    "write_scores_",
-    "read_scores",
-    "lowest_rows",
-    "choose_listed",
-    "mark_rows_",
-)
-LISTS = ("lowest_rows", "choose_listed")
-
-
-def sent(device, value):
-    if isinstance(value, list):
-        return [sent(device, one) for one in value]
-    return device.of(value.clone()) if isinstance(value, torch.Tensor) else value
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_where_the_host_waits(op):
-    """The length of a list is read. Errors wait for the next read (test_device_errors.py)."""
-    sample = SAMPLES[op][0]()
-    with MockDevice() as device:
-        given = {k: v if k in DESCRIPTIONS else sent(device, v) for k, v in sample.items()}
-        getattr(ops, op)(**given)
-        assert [note.op for note in device.reads] == [one for one in LISTS if one == op]
-        assert device.mixed == [] and device.without_kernel == []
 
 
 @pytest.mark.parametrize("probability", [0.5, 1e-9])

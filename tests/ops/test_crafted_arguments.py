@@ -179,12 +179,12 @@ WRONG = [
     ("write_scores_", {"counts": whole(-1, 0)}, r"counts in \[0, 2\^32\), got -1"),
     ("read_scores", {"rows": whole(0, 12)}, r"rows in \[-1, 12\), got one outside"),
     ("read_scores", {"rows": whole(-2)}, r"rows in \[-1, 12\), got one outside"),
-    ("read_scores_prepared", {"rows": whole(0, 8, -1, 7, 3, 0)}, r"rows in \[-1, 8\) .*, got row 8"),
-    ("read_scores_prepared", {"rows": whole(0, 7, -1, 7, 3, -2)}, r"rows in \[-1, 4\) .*, got row -2"),
-    ("write_scores_prepared_", {"rows": whole(0, 8, -1, 7, 3, 0)}, r"rows in \[-1, 8\) .*, got row 8"),
-    *(("write_scores_prepared_", {"last_seen": whole(0, 0, 0, 0, 0, wrong)}, r"last_seen in .*, got row 0")
+    ("read_scores", {"rows": whole(0, 8, -1, 7, 3, 0)}, r"rows in \[-1, 8\) .*, got row 8"),
+    ("read_scores", {"rows": whole(0, 7, -1, 7, 3, -2)}, r"rows in \[-1, 4\) .*, got row -2"),
+    ("write_scores_", {"rows": whole(0, 8, -1, 7, 3, 0)}, r"rows in \[-1, 8\) .*, got row 8"),
+    *(("write_scores_", {"last_seen": whole(0, 0, 0, 0, 0, wrong)}, r"last_seen in .*, got row 0")
       for wrong in (-2, 2**32 - 1)),
-    *(("write_scores_prepared_", {"counts": whole(0, wrong, 0, wrong, 0, 0)}, r"counts in .*, got row 7")
+    *(("write_scores_", {"counts": whole(0, wrong, 0, wrong, 0, 0)}, r"counts in .*, got row 7")
       for wrong in (-1, 2**32)),
     ("add_rows_", {"first_rows": whole(8, 0)}, "room for the new rows .*, got 1 rows from 8 on of 8. Res"),
     ("add_rows_", {"first_rows": whole(-1, 0)}, "room for the new rows .*, got 1 rows from -1 on"),

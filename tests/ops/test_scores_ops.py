@@ -139,14 +139,14 @@ def test_scores_of_several_tables_are_written_and_read(data):
     )  # fmt: skip
     pairs = [of[row] for of, own in zip(written, rows, strict=True) for row in own]
     seen, counts = (ids_of(*(pair[i] for pair in pairs)) for i in (0, 1))
-    ops.write_scores_prepared_(**given, last_seen=seen, counts=counts)
+    ops.write_scores_(**given, last_seen=seen, counts=counts)
     expected = []
     for own, scores, size, asked in zip(written, kept, sizes, rows, strict=True):
         scores |= {row: one for row, one in own.items() if row >= 0 and size}
         scores[-1] = (-1, 0)
         expected += [scores.get(row, (-1, 0)) for row in asked]
     expected = [(one, count if one >= 0 else 0) for one, count in expected]
-    got = ops.read_scores_prepared(**given)
+    got = ops.read_scores(**given)
     assert list(zip(*(one.tolist() for one in got), strict=True)) == expected
     for own, scores in zip(tables, kept, strict=True):
         del scores[-1]
@@ -167,10 +167,8 @@ def test_a_wrong_score_of_several_tables_writes_nothing(place):
             rows=rows,
             table_offsets=ids_of(0, 100, 100),
         )
-        with pytest.raises(
-            RuntimeError, match=r"write_scores_prepared_: expected rows in \[-1, 64\)"
-        ):
-            ops.write_scores_prepared_(**given, last_seen=seen, counts=counts)
+        with pytest.raises(RuntimeError, match=r"write_scores_: expected rows in \[-1, 64\)"):
+            ops.write_scores_(**given, last_seen=seen, counts=counts)
         assert torch.equal(blocks[0], blocks_of(64, 6)[0])
         of[place] = right
 

@@ -427,11 +427,11 @@ def draw_some_scores(rng: random.Random) -> Arguments:
     return scored(drawn.pop("blocks"), drawn.pop("layout"), **drawn)
 
 
-def draw_read_scores_prepared(rng: random.Random) -> Arguments:
+def draw_read_scores(rng: random.Random) -> Arguments:
     return draw_some_scores(rng)
 
 
-def draw_write_scores_prepared_(rng: random.Random) -> Arguments:
+def draw_write_scores_(rng: random.Random) -> Arguments:
     """Equal rows get equal scores."""
     drawn = draw_some_scores(rng)
     rows, offsets = drawn["rows"].tolist(), drawn["table_offsets"].tolist()

@@ -295,8 +295,8 @@ SAMPLES = {
         }
     ],
     "read_scores": [lambda: {"rows": whole(0, -1, 11), "scores": score_blocks(), "shift": 2}],
-    "read_scores_prepared": [score_sample],
-    "write_scores_prepared_": [
+    "read_scores": [score_sample],
+    "write_scores_": [
         lambda: score_sample(
             last_seen=whole(-1, 2**32 - 2, 0, 2**32 - 2, 9, 0),
             counts=whole(0, 2**32 - 1, 0, 2**32 - 1, 5, 6),

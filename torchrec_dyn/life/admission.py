@@ -259,13 +259,13 @@ class CounterChange:
         self._removal.commit()
         rows, counts = self._seen
         if rows.numel():
-            ops.write_scores_prepared_(rows, self._offsets, self._steps, counts, self._handle)
+            ops.write_scores_(rows, self._offsets, self._steps, counts, self._handle)
         self._addition.commit()
 
     def undo(self) -> Callable[[], None]:
         """Returns a call that undoes a commit that comes next, or a part of it."""
         rows, _ = self._seen
-        scores = ops.read_scores_prepared(rows, self._offsets, self._handle)
+        scores = ops.read_scores(rows, self._offsets, self._handle)
         bring_back, added = self._removal.undo(), self._addition
         touched = {*self._removal.sizes, *added.sizes}
         renumber = [self._counters[t].row_numbers.undo() for t in touched]
@@ -274,7 +274,7 @@ class CounterChange:
             for t, ids in parts_of(added.ids, added.sizes).items() if added.sizes else ():
                 self._counters[t].removal(ids).commit()
             bring_back()
-            ops.write_scores_prepared_(rows, self._offsets, *scores, self._handle)
+            ops.write_scores_(rows, self._offsets, *scores, self._handle)
             for put_back in renumber:
                 put_back()
             for t in touched:

@@ -26,28 +26,6 @@ SCORE_BYTES = 8
 NO_STEP = (1 << 32) - 1
 
 
-class Scores:
-    """One word for each row: the training step at which it was last seen, and its occurrences.
-
-    Attributes:
-        store: the words, in blocks that never move.
-    """
-
-    def __init__(self, shift: int, device: torch.device) -> None:
-        self.store = RowStore(1, shift, torch.int64, device)
-
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns last_seen and counts of rows [M] int64, [M] int64 each.
-
-        last_seen is a step. A row without an id, and row -1, have last_seen -1 and count 0.
-        """
-        return ops.read_scores(rows, self.store.blocks, self.store.shift)
-
-    def write(self, rows: Tensor, last_seen: Tensor, counts: Tensor) -> None:
-        """Writes last_seen [M] int64, steps, and counts [M] int64, up to MOST_COUNT, of distinct rows [M]."""
-        ops.write_scores_(rows, last_seen, counts, self.store.blocks, self.store.shift)
-
-
 _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
@@ -64,12 +42,41 @@ class ScoredMaps:
         """Returns the result of `ops.prepare_tables`."""
         tokens = SLOTS.now, BLOCKS.now
         if self._tokens[0] is not tokens[0] or self._tokens[1] is not tokens[1]:
-            scores, no_rows = (
-                blocks_of(self._stores),
-                host_numbers([(0, 0, 0, 1)] * len(self._stores)),
-            )
+            scores, no_rows = blocks_of(self._stores), [(0, 0, 0, 1)] * len(self._stores)
             self._handle = ops.prepare_tables(
-                *self._maps.arrays(), [], [], no_rows, 0, [], [], None, None, [], scores.blocks, scores.layout
+                *self._maps.arrays(), [], [], host_numbers(no_rows), 0, [], [], None, None, [],
+                scores.blocks, scores.layout,
             )  # fmt: skip
             self._tokens = tokens
         return self._handle
+
+
+class Scores:
+    """One word for each row: the training step at which it was last seen, and its occurrences.
+
+    Attributes:
+        store: the words, in blocks that never move.
+    """
+
+    def __init__(self, shift: int, device: torch.device) -> None:
+        self.store = RowStore(1, shift, torch.int64, device)
+        self._prepared = ScoredMaps([], [self])
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns last_seen and counts of rows [M] int64, [M] int64 each.
+
+        last_seen is a step. A row without an id, and row -1, have last_seen -1 and count 0.
+        """
+        if not self.store.blocks:
+            return torch.full_like(rows, -1), torch.zeros_like(rows)
+        return ops.read_scores(rows, host_numbers([0, rows.numel()]), self._prepared.get())
+
+    def write(self, rows: Tensor, last_seen: Tensor, counts: Tensor) -> None:
+        """Writes last_seen [M] int64, steps, and counts [M] int64, up to MOST_COUNT, of rows [M] int64.
+
+        Equal rows have equal scores.
+        """
+        if not rows.numel():
+            return
+        offsets = host_numbers([0, rows.numel()])
+        ops.write_scores_(rows, offsets, last_seen, counts, self._prepared.get())

@@ -317,8 +317,8 @@ class _LifeStep:
     def _scores_before(self, rows: Tensor) -> Callable[[], None]:
         """Returns a call that brings the present scores of rows [N] int64 of the batch back."""
         offsets, tables = self._batch.table_offsets, self._trained.prepared.get()
-        scores = ops.read_scores_prepared(rows, offsets, tables)
-        return lambda: ops.write_scores_prepared_(rows, offsets, *scores, tables)
+        scores = ops.read_scores(rows, offsets, tables)
+        return lambda: ops.write_scores_(rows, offsets, *scores, tables)
 
     def _evict(self, full: dict[int, int], written: change) -> None:
         """Removes the lowest rows of full tables, before the commit."""

@@ -72,7 +72,7 @@ class RowRemoval:
 
     def undo(self) -> Callable[[], None]:
         """Returns a call that undoes a commit that comes next, or a part of it."""
-        scores = ops.read_scores_prepared(self.rows, self._offsets, self._handle)
+        scores = ops.read_scores(self.rows, self._offsets, self._handle)
         renumber = [self._tables[t].row_numbers.undo() for t in self.sizes]
         ids_of, ids = (
             parts_of(self.ids, self.sizes),
@@ -85,7 +85,7 @@ class RowRemoval:
                 missing = (id_map.lookup(ids_of[t]) < 0).nonzero().flatten()
                 id_map.insert(ids_of[t][missing], self._rows_of[t][missing])
                 id_map.num_ids = counts[t]
-            ops.write_scores_prepared_(self.rows, self._offsets, *scores, self._handle)
+            ops.write_scores_(self.rows, self._offsets, *scores, self._handle)
             for put_back in renumber:
                 put_back()
 
