@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_samples import scored
 from oracle import GOLDEN, WORD, signed, unmixed
@@ -178,6 +178,7 @@ def questions_of(draw, tables, few):
 
 
 @pytest.mark.usefixtures("device")
+@settings(max_examples=60)
 @given(st.data())
 def test_the_lowest_are_those_of_a_plain_sort(data):
     """Several questions about one table or several, whose answers are in order, or in any."""
@@ -234,6 +235,30 @@ def test_counts_decay_by_the_half_lives_of_a_policy(half_life):
     assert table.keys(begins).tolist() == kept
     for most in range(0, 101, 7):
         table.check(True, step + 1, most, None, begins)
+
+
+@pytest.mark.usefixtures("device")
+def test_each_question_has_half_lives_of_its_own():
+    """Or none: the oldest rows have the highest counts, and lose them the sooner, the shorter it is."""
+    seen, counts = torch.arange(64), 64 - torch.arange(64)
+    tables = [
+        Scored(torch.arange(64) + first, torch.arange(64), seen, counts, shift=4)
+        for first in (0, 90)
+    ]
+    ages = range(MOST_HALVINGS)
+    begins = [
+        None,
+        [*(24 + age for age in ages)],
+        None,
+        [0] * 20 + [64 - 2 * age for age in range(20, 0, -1)],
+    ]
+    for order in (begins, begins[::-1]):
+        questions = [Question(True, 70, 20, None, one, t) for one in order for t in (0, 1)]
+        found = answers(tables, questions)
+        for question, got in zip(questions, found, strict=True):
+            assert tables[question.table].same(got, tables[question.table].expected(question))
+        of_the_first = {frozenset(got[:, 1].tolist()) for got in found[::2]}
+        assert len(of_the_first) == 3
 
 
 @pytest.mark.usefixtures("device")
