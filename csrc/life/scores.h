@@ -89,7 +89,9 @@ TORCHREC_DYN_BOTH inline bool is_scored(const ScoreBlocks& words, int64_t row) {
 
 // True if a listed row was neither seen nor removed since it was listed.
 TORCHREC_DYN_BOTH inline bool is_unchanged(const ScoreBlocks& words, int64_t row, int64_t last_seen) {
-  return words.holds(row) && static_cast<int64_t>(last_seen_of(*words.word(row))) == last_seen;
+  if (!words.holds(row)) return false;
+  const uint64_t score = *words.word(row);
+  return !is_free(score) && static_cast<int64_t>(last_seen_of(score)) == last_seen;
 }
 
 // Scores of a cache line: parts own whole lines.

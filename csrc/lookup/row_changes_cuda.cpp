@@ -76,18 +76,27 @@ void add_rows_(const AddRowsCall& given) {
   const std::vector<int64_t> again(given.again_offsets(), given.again_offsets() + count + 1);
   const int64_t* const ids = const_data<int64_t>(given.new_ids);
   auto* const rows = mutable_data<int64_t>(given.new_rows);
-  SentLists sent(call, bytes_of(offsets) + bytes_of(firsts) + bytes_of(again));
-  const NumberNewRows number{
-      sent.add(offsets), sent.add(firsts), sent.add(again), const_data<int64_t>(given.reused), count, rows};
+  std::vector<int64_t> capacities;
+  for (size_t t = 0; t < tables.count(); ++t) capacities.push_back(capacity_of(tables, t));
+  SentLists sent(call, bytes_of(offsets) + bytes_of(firsts) + bytes_of(again) + bytes_of(capacities));
+  const NumberNewRows number{sent.add(offsets),
+                             sent.add(firsts),
+                             sent.add(again),
+                             const_data<int64_t>(given.reused),
+                             sent.add(capacities),
+                             count,
+                             rows};
   sent.send();
   simt::launch(call.stream(), n, number);
+  const int64_t* const first_bad = check_rows(call, rows, n);
   if (has_rows(tables)) init_rows(call, given, ids, rows);
   if (has_any_scores(tables)) {
     const ScoredBatch batch{rows, send_scores(call, tables, given.offsets(), given.seen()),
                             call.errors(raise_new_row_error)};
-    simt::launch(call.stream(), n, WriteFirstScores{batch, given.first_counts()});
+    simt::launch(call.stream(), n, WriteFirstScores{batch, given.first_counts(), first_bad});
   }
-  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n, raise_added_id_error);
+  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n, first_bad,
+             raise_added_id_error);
   call.finish();
 }
 
@@ -98,13 +107,16 @@ void remove_rows_(const RemoveRowsCall& given) {
   if (n == 0) return;
   DeviceCall call(given.ids);
   const int64_t* const offsets = const_data<int64_t>(given.table_offsets);
-  erase_ids(call, send_maps(call, tables.maps, offsets), const_data<int64_t>(given.ids), n,
-            call.allocate_for<int64_t>(n));
-  if (has_any_scores(tables)) {
-    const ScoredBatch batch{const_data<int64_t>(given.rows), send_scores(call, tables, offsets, nullptr),
-                            call.errors(raise_removed_row_error)};
-    simt::launch(call.stream(), n, ForgetScores{batch});
+  auto* const bad = call.zeros<int64_t>(1);
+  const bool is_scored = has_any_scores(tables);
+  ScoredBatch batch{const_data<int64_t>(given.rows), {nullptr, 0}, call.errors(raise_removed_row_error)};
+  if (is_scored) {
+    batch.tables = send_scores(call, tables, offsets, nullptr);
+    simt::launch(call.stream(), n, CheckRemovedRows{batch, bad});
   }
+  erase_ids(call, send_maps(call, tables.maps, offsets), const_data<int64_t>(given.ids), n,
+            call.allocate_for<int64_t>(n), bad);
+  if (is_scored) simt::launch(call.stream(), n, ForgetScores{batch, bad});
   call.finish();
 }
 

@@ -15,13 +15,15 @@ struct NumberNewRows {
   const int64_t* first_rows;      // [T]
   const int64_t* reused_offsets;  // [T + 1]
   const int64_t* reused;
+  const int64_t* capacities;  // [T]
   int64_t tables;
-  int64_t* rows;
+  int64_t* rows;  // -1 in place of a row outside
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t table = table_of(i, tables, [this](int64_t t) { return offsets[t]; });
     const int64_t place = i - offsets[table], again = reused_offsets[table + 1] - reused_offsets[table];
-    rows[i] = place < again ? reused[reused_offsets[table] + place] : first_rows[table] + place - again;
+    const int64_t row = place < again ? reused[reused_offsets[table] + place] : first_rows[table] + place - again;
+    rows[i] = row < capacities[table] ? row : -1;
   }
 };
 
@@ -44,19 +46,32 @@ struct ScoredBatch {
 // The step of a table is its `now`.
 struct WriteFirstScores {
   ScoredBatch batch;
-  const int64_t* counts;  // or null
+  const int64_t* counts;     // or null
+  const int64_t* first_bad;  // of CheckRows
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*first_bad != 0) return;
     int64_t* word = batch.word(i);
     if (word != nullptr)
       *word = static_cast<int64_t>(score_of(batch.tables.of(i).now, first_count(counts, i)));
   }
 };
 
-struct ForgetScores {
+struct CheckRemovedRows {
   ScoredBatch batch;
+  int64_t* bad;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (batch.word(i) == nullptr && batch.tables.of(i).words.capacity > 0) simt::atomic_min(bad, -1);
+  }
+};
+
+struct ForgetScores {
+  ScoredBatch batch;
+  const int64_t* bad;  // of CheckRemovedRows
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*bad != 0) return;
     if (int64_t* word = batch.word(i); word != nullptr) *word = static_cast<int64_t>(kFreeScore);
   }
 };

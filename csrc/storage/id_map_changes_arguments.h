@@ -18,18 +18,25 @@ inline TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views
   return {call.copy_of(maps), static_cast<int64_t>(maps.size())};
 }
 
-// Inserts ids, which must be absent, with their rows. `raise` raises the error of a row, or of a full map.
-inline void insert_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, const int64_t* rows, int64_t count,
-                       RaiseError raise) {
+// Returns a word that is not 0 if some row is none: kernels after it then change nothing.
+inline const int64_t* check_rows(DeviceCall& call, const int64_t* rows, int64_t count) {
   auto* first_bad = call.zeros<int64_t>(1);
   simt::launch(call.stream(), count, CheckRows{rows, count, first_bad});
+  return first_bad;
+}
+
+// Inserts ids, which must be absent, with their rows, unless `first_bad` of check_rows is set. `raise` raises the error
+// of a row, or of a full map.
+inline void insert_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, const int64_t* rows, int64_t count,
+                       const int64_t* first_bad, RaiseError raise) {
   simt::launch(call.stream(), count, InsertIds{ids, rows, count, maps, first_bad, call.errors(raise)});
 }
 
-// Removes ids and writes the rows that they had, kNoRow for an absent id.
-inline void erase_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, int64_t count, int64_t* rows) {
+// Removes ids, unless the word `bad` is set (null: none), and writes the rows that they had, kNoRow for an absent id.
+inline void erase_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, int64_t count, int64_t* rows,
+                      const int64_t* bad) {
   const LeavingIds leaving{ids, count, maps, call.allocate_for<int64_t>(count)};
-  simt::launch(call.stream(), count, FindLeaving{leaving, rows});
+  simt::launch(call.stream(), count, FindLeaving{leaving, rows, bad});
   simt::launch(call.stream(), count, MarkLeaving{leaving});
   simt::launch(call.stream(), count, FirstOfRun{leaving, rows});
   simt::launch(call.stream(), count, CloseGaps{leaving});

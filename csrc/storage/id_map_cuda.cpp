@@ -52,7 +52,8 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   if (count == 0) return;
   DeviceCall call(new_ids);
   insert_ids(call, send_maps(call, views, const_data<int64_t>(new_offsets)), const_data<int64_t>(new_ids),
-             const_data<int64_t>(new_rows), count, raise_insert_error);
+             const_data<int64_t>(new_rows), count, check_rows(call, const_data<int64_t>(new_rows), count),
+             raise_insert_error);
   call.finish();
 }
 
@@ -79,7 +80,8 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   DeviceCall call(ids);
   Tensor rows = new_device_tensor({ids.numel()});
   const int64_t begin = 0;
-  erase_ids(call, send_maps(call, maps, &begin), const_data<int64_t>(ids), ids.numel(), mutable_data<int64_t>(rows));
+  erase_ids(call, send_maps(call, maps, &begin), const_data<int64_t>(ids), ids.numel(), mutable_data<int64_t>(rows),
+            nullptr);
   return rows;
 }
 

@@ -176,8 +176,14 @@ struct LeavingIds {
 struct FindLeaving {
   LeavingIds leaving;
   int64_t* rows;
+  const int64_t* bad;  // null, or a word: no id is removed if it is not 0
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (bad != nullptr && *bad != 0) {
+      leaving.slots[i] = kNoSlot;
+      rows[i] = kNoRow;
+      return;
+    }
     const SlotArray array = leaving.array_of(i);
     const int64_t slot = find_slot(array, leaving.ids[i], leaving.map_of(i).hash(leaving.ids[i]));
     leaving.slots[i] = slot;

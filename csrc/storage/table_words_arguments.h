@@ -29,11 +29,4 @@ WordTables<Word> send_word_tables(DeviceCall& call, const BlockList<Word>& block
   return {call.copy_of(tables), static_cast<int64_t>(tables.size())};
 }
 
-// The words of one table on the device.
-template <typename Word>
-WordBlocks<Word> send_words(DeviceCall& call, const BlockList<Word>& blocks, WordBlocks<Word> words) {
-  words.blocks = call.copy_of(blocks.pointers());
-  return words;
-}
-
 }  // namespace torchrec_dyn

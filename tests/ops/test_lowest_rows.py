@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from op_samples import scored
 from oracle import GOLDEN, WORD, signed, unmixed
 from raw_maps import a_map
-from score_blocks import FREE, MOST, blocks_of, write
+from score_blocks import FREE, MOST, blocks_of, write, write_rows
 from table_cases import hard_ids, ids_of
 
 from torchrec_dyn import ops
@@ -40,7 +40,7 @@ class Scored:
         self.slots, self.moved = a_map(ids, rows, is_growing)
         self.shift = shift
         self.blocks = blocks_of(max(rows.tolist(), default=0) + 1 + spare, shift)
-        ops.write_scores_(rows, seen, counts, self.blocks, shift)
+        write_rows(self.blocks, shift, rows, seen, counts)
         self.rows = len(self.blocks) << shift
         self.marks = torch.zeros(self.rows, dtype=torch.int64)
 
@@ -342,7 +342,7 @@ def test_ties_beyond_the_sample_are_found():
     table = Scored(ids, torch.arange(160_000), ids * 0 - 1, ids * 0, shift=12)
     assert torch.equal(table.slots[0], slots[0])
     rows = ties[:, 1] - 1
-    ops.write_scores_(rows, torch.full_like(rows, 4), rows * 0, table.blocks, 12)
+    write_rows(table.blocks, 12, rows, torch.full_like(rows, 4), rows * 0)
     got = table.lowest(False, 9, 30_000)
     order = (ops.mix64(ties[:, 0].contiguous()) ^ -(2**63)).argsort()
     assert torch.equal(got[:, 0].sort().values, ties[order[:30_000], 0].sort().values)

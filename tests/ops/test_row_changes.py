@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from op_cases import draw_scored_table, of_scored
 from op_cases_lookup import draw_added
 from op_samples import empty, prepared, roomy_maps, scored, update, whole
-from score_blocks import FREE, MOST, blocks_of, write
+from score_blocks import FREE, MOST, blocks_of, read_rows, write
 from table_cases import bits, ids_of
 from update_rules import state_widths
 
@@ -157,7 +157,7 @@ def test_counters_are_added_to_tables_without_rows(seed):
         begin, end = offsets[t : t + 2]
         known = {**table.known, **dict(zip(ids[begin:end], rows[begin:end], strict=True))}
         assert look(table.slots, table.moved, known) == [*known.values()]
-        seen, found = ops.read_scores(ids_of(*rows[begin:end]), table.scores, table.shift)
+        seen, found = read_rows(table.scores, table.shift, ids_of(*rows[begin:end]))
         assert {*seen.tolist()} <= {int(steps[t])} and found.tolist() == counts[begin:end]
 
 
@@ -193,7 +193,7 @@ def test_removed_rows_keep_their_contents():
     ops.remove_rows_(**own, tables=handle)
     for name in ("weights", "states"):
         assert all(map(torch.equal, tables[name], expected[name]))
-    assert ops.read_scores(whole(0, 1, 2), scores, 2)[0].tolist() == [-1, 3, -1]
+    assert read_rows(scores, 2, whole(0, 1, 2))[0].tolist() == [-1, 3, -1]
     first, second = ([slots] for slots in tables["slots"])
     assert look(first, whole(-1), [5, 6, 7]) == [-1, 1, -1] and look(second, whole(-1), [5]) == [-1]
 

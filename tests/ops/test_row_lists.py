@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from op_samples import scored
 from oracle import mix64, unmixed
 from raw_maps import a_map
-from score_blocks import FREE, blocks_of, write
+from score_blocks import FREE, blocks_of, write, write_rows
 from table_cases import ids_of
 
 from torchrec_dyn import ops
@@ -26,7 +26,7 @@ def listed(ids, last_seen):
     rows = torch.arange(len(ids))
     slots, moved = a_map(ids, rows)
     blocks = blocks_of(len(ids), 12)
-    ops.write_scores_(rows, last_seen, rows * 0 + 1, blocks, 12)
+    write_rows(blocks, 12, rows, last_seen, rows * 0 + 1)
     found, of_found, seen, offsets = ops.lowest_rows(
         **scored(
             blocks, ids_of(0, len(blocks), 12, 1).view(1, 4), slots=slots, moved=moved, like=ids,
@@ -152,7 +152,7 @@ def test_long_lists(most):
     """Longer than the bursts of scores that are asked for at once; two lists of one table."""
     rows = torch.randperm(4096, generator=torch.Generator().manual_seed(2))
     blocks = blocks_of(4096, 7)
-    ops.write_scores_(rows, rows % 5, rows * 0, blocks, 7)
+    write_rows(blocks, 7, rows, rows % 5, rows * 0)
     list_of_rows = torch.stack([rows * 3, rows, rows % 5 + (rows % 4 == 0).long()])
     spans = ids_of(0, 100, 4000, most, 0, 4000, 4096, most).view(2, 4)
     ids, found, offsets, firsts = ops.choose_listed(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import scored
-from score_blocks import FREE, MOST, blocks_of, write
+from score_blocks import FREE, MOST, blocks_of, read_rows, write, write_rows
 from table_cases import ids_of
 
 from torchrec_dyn import ops
@@ -25,7 +25,7 @@ def touch(rows, offsets, blocks, layout, steps, times=None):
 
 
 def read(blocks, shift, rows):
-    seen, counts = ops.read_scores(ids_of(*rows), blocks, shift)
+    seen, counts = read_rows(blocks, shift, ids_of(*rows))
     return list(zip(seen.tolist(), counts.tolist(), strict=True))
 
 
@@ -173,13 +173,14 @@ def test_a_wrong_score_of_several_tables_writes_nothing(place):
         of[place] = right
 
 
+@on_hosts
 def test_scores_are_written_and_read_back():
     blocks = blocks_of(12, 2)
     scores = {0: (0, 0), 3: (FREE - 1, MOST), 4: (7, 1), 11: (1, 7)}
     write(blocks, 2, scores)
     assert read(blocks, 2, [0, 3, 4, 11, 1, -1, 4]) == [*scores.values(), (-1, 0), (-1, 0), (7, 1)]
-    ops.write_scores_(ids_of(4, 4, 0), ids_of(8, 9, -1), ids_of(2, 3, 5), blocks, 2)
-    assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # last write wins; free: no count
+    write(blocks, 2, {0: (-1, 5), 4: (9, 3)})
+    assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # free: no count
     assert blocks[0][0].item() == -(2**32)
 
 
@@ -195,26 +196,12 @@ def test_counts_of_popular_rows_saturate(room):
     assert read(blocks, 1, [0, 1, 2, 3]) == [(9, count), (9, count), (9, 5), (-1, 0)]
 
 
-def test_the_last_of_many_equal_rows_stays():
-    """Scores that look like marks of positions, and words that are no scores before, included."""
-    draw = torch.Generator().manual_seed(3)
-    rows = torch.randint(0, 60, (3000,), generator=draw)
-    rows[::2] = 7
-    seen = torch.randint(-1, 2, (3000,), generator=draw)
-    counts = torch.randint(0, 3001, (3000,), generator=draw)
-    blocks = list(torch.full((16, 4, 1), -1))
-    ops.write_scores_(rows, seen, counts, blocks, 2)
-    last = {row: i for i, row in enumerate(rows.tolist())}
-    expected = [(seen[i].item(), counts[i].item() * (seen[i].item() >= 0)) for i in last.values()]
-    assert read(blocks, 2, last) == expected
-    assert torch.cat(blocks)[[*{*range(64)} - {*last}]].eq(-1).all()
-
-
+@on_hosts
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_many_scores_are_read_at_any_thread_count(threads, number):
     blocks = blocks_of(20_000, 10)
     rows = torch.randperm(20_000, generator=torch.Generator().manual_seed(1))
-    ops.write_scores_(rows, rows * 5, rows + 1, blocks, 10)
+    write_rows(blocks, 10, rows, rows * 5, rows + 1)
     threads(number)
-    seen, counts = ops.read_scores(rows, blocks, 10)
+    seen, counts = read_rows(blocks, 10, rows)
     assert torch.equal(seen, rows * 5) and torch.equal(counts, rows + 1)

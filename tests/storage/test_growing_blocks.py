@@ -14,6 +14,7 @@ import torch
 from another_process import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from score_blocks import read_rows, write_rows
 from table_cases import ids_of
 from workers import WorkerError
 
@@ -188,14 +189,14 @@ def test_stores_beyond_one_range(added, kind, largest):
             assert rows <= store.capacity <= len(store.blocks) << shift
             new = torch.arange(before, rows)
             if words:
-                ops.write_scores_(new, new, new, store.blocks, shift)
+                write_rows(store.blocks, shift, new, new, new)
             else:
                 store.write(new, (new % 1000)[:, None].expand(more, columns))
             for place, block in enumerate(store.blocks):
                 assert places.setdefault(place, block.data_ptr()) == block.data_ptr()
         known = torch.arange(rows)
         if words:
-            assert torch.equal(ops.read_scores(known, store.blocks, shift)[1], known)
+            assert torch.equal(read_rows(store.blocks, shift, known)[1], known)
         else:
             assert torch.equal(store.read(known)[:, 0], (known % 1000).to(dtype))
 

@@ -187,6 +187,8 @@ def differing(first: tuple[Any, Arguments], second: tuple[Any, Arguments]) -> st
 
 def check_error(op: str, error: Exception, faults: list[str]) -> None:
     """Raises Finding for an error that a call must not raise."""
+    if not faults and "expected memory for this call" in str(error):
+        return  # a row of up to 2^31 columns may be wider than the room
     if not faults:
         raise Finding(f"refused valid arguments: {first_line(error)}") from error
     if {fault.split(": ")[-1] for fault in faults} & OF_TORCH:

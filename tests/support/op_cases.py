@@ -396,31 +396,6 @@ def draw_touch_scores_(rng: random.Random) -> Arguments:
     return scored(scores, layout, **own)
 
 
-def draw_one_table(rng: random.Random) -> Arguments:
-    """Returns `scores` and `shift` of one table."""
-    shift = rng.choice((0, 1, 3, 8))
-    scores = [draw_scores(rng, 1 << shift) for _ in range(rng.randrange(4))]
-    return {"scores": with_short_last(rng, scores), "shift": shift}
-
-
-def draw_write_scores_(rng: random.Random) -> Arguments:
-    table = draw_one_table(rng)
-    capacity = sum(map(len, table["scores"]))
-    rows = [rng.randrange(capacity) for _ in range(size(rng, 800))] if capacity else []
-    return {
-        "rows": whole(*rows),
-        "last_seen": whole(*(rng.choice((-1, 0, 9, FREE - 1)) for _ in rows)),
-        "counts": whole(*(rng.choice((0, 1, MOST_COUNT)) for _ in rows)),
-        **table,
-    }
-
-
-def draw_read_scores(rng: random.Random) -> Arguments:
-    table = draw_one_table(rng)
-    capacity = sum(map(len, table["scores"]))
-    return {"rows": whole(*(rng.randrange(-1, capacity) for _ in range(size(rng)))), **table}
-
-
 def draw_some_scores(rng: random.Random) -> Arguments:
     """Returns `rows` and `table_offsets` of tables, and the tables, which have scores and no ids."""
     drawn = draw_words(rng, lambda rows: draw_scores(rng, rows))

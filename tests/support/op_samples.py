@@ -288,13 +288,6 @@ SAMPLES = {
         ),
         lambda: touch_sample(whole(1, 2, 3, 2**32 - 1, 5, 6)),
     ],
-    "write_scores_": [
-        lambda: {
-            "rows": whole(0, 11), "last_seen": whole(-1, 2**32 - 2), "counts": whole(0, 2**32 - 1),
-            "scores": score_blocks(), "shift": 2,
-        }
-    ],
-    "read_scores": [lambda: {"rows": whole(0, -1, 11), "scores": score_blocks(), "shift": 2}],
     "read_scores": [score_sample],
     "write_scores_": [
         lambda: score_sample(

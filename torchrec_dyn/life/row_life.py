@@ -217,10 +217,10 @@ class RowLife:
         assert self._decay is not None
         begins = self._decay.begins(step, self.clock)
         rows, counts = self._decay.touched(self.scores, rows, times, begins)
-        last_seen = torch.full_like(rows, step)
+        write = self.scores.prepare_write(rows, torch.full_like(rows, step), counts)
 
         def touch() -> None:
-            self.scores.write(rows, last_seen, counts)
+            write()
             if self.age_limit is None:  # which needs the times of its own window
                 self.clock.forget_before(begins[0])
 

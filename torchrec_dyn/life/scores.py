@@ -5,7 +5,7 @@ Legend: T tables, M rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,7 +76,11 @@ class Scores:
 
         Equal rows have equal scores.
         """
+        self.prepare_write(rows, last_seen, counts)()
+
+    def prepare_write(self, rows: Tensor, last_seen: Tensor, counts: Tensor) -> Callable[[], None]:
+        """Returns a call that writes scores, which allocates nothing. As `write`."""
         if not rows.numel():
-            return
-        offsets = host_numbers([0, rows.numel()])
-        ops.write_scores_(rows, offsets, last_seen, counts, self._prepared.get())
+            return lambda: None
+        offsets, handle = host_numbers([0, rows.numel()]), self._prepared.get()
+        return lambda: ops.write_scores_(rows, offsets, last_seen, counts, handle)
