@@ -115,7 +115,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read
   // as initial rows, else 0; initial_states: the number in each state of a new row; without them add_rows_ is an
-  // error. scores, score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps none.
+  // error. scores, score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps
+  // none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial, Tensor? parameters, float[] initial_states, "
@@ -130,11 +131,11 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // scores.
   m.def("read_scores(Tensor rows, Tensor table_offsets, Tensor tables) -> (Tensor last_seen, Tensor counts)");
   // Writes the scores of rows [N] in table order, -1 is skipped; equal rows have equal scores.
-  m.def(
-      "write_scores_(Tensor rows, Tensor table_offsets, Tensor last_seen, Tensor counts, Tensor tables) -> ()");
+  m.def("write_scores_(Tensor rows, Tensor table_offsets, Tensor last_seen, Tensor counts, Tensor tables) -> ()");
   // Gives rows to new ids [M], the new ids of each table from new_offsets [T + 1] on: their numbers, initial rows and
-  // states, scores with last_seen of steps [T] and counts [M] (0 if left out), and slots. A table takes the rows `reused` first,
-  // its own from reused_offsets [T + 1] on, then those from first_rows [T] on. new_rows [M]: the rows are written there.
+  // states, scores with last_seen of steps [T] and counts [M] (0 if left out), and slots. A table takes the rows
+  // `reused` first, its own from reused_offsets [T + 1] on, then those from first_rows [T] on. new_rows [M]: the rows
+  // are written there.
   m.def(
       "add_rows_(Tensor(a!) new_rows, Tensor new_ids, Tensor new_offsets, Tensor first_rows, Tensor reused, "
       "Tensor reused_offsets, Tensor steps, Tensor? counts, Tensor tables) -> ()");
@@ -144,18 +145,19 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // that inserts has; counted [M]: the occurrences that count. rules [T, 4]: kind, number, number of squares, 1 if the
   // table has counters; squares [T, 33] (life/admission.h). counters: the prepared maps and scores of waiting ids, [0]
   // without any. -> places [K] of the admitted ids. first and second: four lists, one after the other: admitted ids and
-  // counts; ids and rows of counters that are not needed any more; rows and new counts of other counters; ids and counts
-  // of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids if `sums`, else 0; and of those
-  // that are not admitted. A GPU's host waits for these, but if all ids are admitted and nothing is summed.
+  // counts; ids and rows of counters that are not needed any more; rows and new counts of other counters; ids and
+  // counts of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids if `sums`, else 0; and
+  // of those that are not admitted. A GPU's host waits for these, but if all ids are admitted and nothing is summed.
   m.def(
       "admit(Tensor new_ids, Tensor occurrences, Tensor new_offsets, Tensor? asks, Tensor? counted, Tensor rules, "
-      "Tensor squares, Tensor counters, bool sums=False) -> (Tensor places, Tensor first, Tensor second, Tensor numbers)");
-  // `like` is any tensor on the device of the tables. Answers questions [Q, 5]: the `most` lowest rows of a table by count or last_seen, then by mixed id, unsigned, among
-  // rows [0, rows) with last_seen < before (or = before and count 0); all of these if there are fewer. A question is
-  // table, rows, 1 to compare counts or 0, before, most. half_lives [Q, 40]: the first steps of the half-lives of counts
-  // (life/scores.h), -1 for counts that do not decay. -> ids [K], rows [K] of all questions; offsets [Q + 1] on the CPU.
-  // last_seen: [K] if in_order, when each answer is by last_seen, then by mixed id; else [0], and the order is any.
-  // A GPU's host waits for the offsets.
+      "Tensor squares, Tensor counters, bool sums=False) -> (Tensor places, Tensor first, Tensor second, Tensor "
+      "numbers)");
+  // `like` is any tensor on the device of the tables. Answers questions [Q, 5]: the `most` lowest rows of a table by
+  // count or last_seen, then by mixed id, unsigned, among rows [0, rows) with last_seen < before (or = before and count
+  // 0); all of these if there are fewer. A question is table, rows, 1 to compare counts or 0, before, most. half_lives
+  // [Q, 40]: the first steps of the half-lives of counts (life/scores.h), -1 for counts that do not decay. -> ids [K],
+  // rows [K] of all questions; offsets [Q + 1] on the CPU. last_seen: [K] if in_order, when each answer is by
+  // last_seen, then by mixed id; else [0], and the order is any. A GPU's host waits for the offsets.
   m.def(
       "lowest_rows(Tensor like, Tensor questions, Tensor? half_lives, bool in_order, Tensor tables) -> "
       "(Tensor ids, Tensor rows, Tensor last_seen, Tensor offsets)");

@@ -74,8 +74,9 @@ struct NewIdsToAdmit {
     if (rule.kind == AdmissionKind::kAll) return asks == nullptr || asks[i] ? Admitted::kPlain : Admitted::kLeft;
     // An id of which no occurrence counts is never admitted, and its counter stays as it is.
     if (counted != nullptr && counted[i] <= 0) return Admitted::kLeft;
-    const bool is_admitted = rule.kind == AdmissionKind::kCount ? count >= rule.number
-                                                                : is_drawn(rule, squares + t * kMostSquares, ids[i], count);
+    const bool is_admitted = rule.kind == AdmissionKind::kCount
+                                 ? count >= rule.number
+                                 : is_drawn(rule, squares + t * kMostSquares, ids[i], count);
     if (is_admitted) return has_counter ? Admitted::kCounted : Admitted::kPlain;
     if (rule.has_counters == 0) return Admitted::kLeft;
     return has_counter ? Admitted::kSeen : Admitted::kBegun;

@@ -33,9 +33,7 @@ struct AdmitCall {
   const int64_t* offsets() const { return const_data<int64_t>(new_offsets); }
 
   // The counters of waiting ids; null if no table has any.
-  Handles::Shared read_counters() const {
-    return counters.numel() == 0 ? nullptr : Handles::all().get(kOp, counters);
-  }
+  Handles::Shared read_counters() const { return counters.numel() == 0 ? nullptr : Handles::all().get(kOp, counters); }
 
   // `device` has the ids.
   void check(const PreparedTables* waiting, const Device& device) const {

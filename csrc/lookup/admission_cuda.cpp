@@ -67,9 +67,9 @@ AdmitResult admit(const AdmitCall& given) {
   const int64_t admitted = read[static_cast<size_t>(tables)], listed = read[static_cast<size_t>(begins - 1)];
   Tensor places = new_device_tensor({admitted}), first = new_device_tensor({listed});
   Tensor second = new_device_tensor({listed});
-  simt::launch(call.stream(), n,
-               ListAdmitted{batch, mutable_data<int64_t>(places), mutable_data<int64_t>(first),
-                            mutable_data<int64_t>(second)});
+  simt::launch(
+      call.stream(), n,
+      ListAdmitted{batch, mutable_data<int64_t>(places), mutable_data<int64_t>(first), mutable_data<int64_t>(second)});
   call.finish();
   return {places, first, second, numbers};
 }

@@ -14,8 +14,8 @@ namespace torchrec_dyn {
 // The new ids of a call in two launches: DecideAdmission writes what becomes of each, ListAdmitted lists them.
 struct AdmittedBatch {
   NewIdsToAdmit given;
-  TableMaps maps;       // of the counters; no maps without counters
-  ScoreTables scores;   // of the counters
+  TableMaps maps;          // of the counters; no maps without counters
+  ScoreTables scores;      // of the counters
   const int64_t* offsets;  // [T + 1]
   int64_t tables;
   int64_t ids;

@@ -125,7 +125,7 @@ std::vector<Slot> chosen_slots(const std::vector<MarkedSlots>& found, const Mark
 // The ids and rows up to the cut; of the ties at the cut, the rows with the lowest tie words.
 template <typename Marks, typename Mark>
 std::vector<Slot> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
-                                      const Mark& mark) {
+                             const Mark& mark) {
   Marks marks(asked.rows);
   for_each_piece(asked.rows, kRowPiece, [&](int64_t begin, int64_t end) {
     for_score_stretches(asked.scores, begin, end, [&](const uint64_t* words, int64_t row, int64_t count) {

@@ -95,8 +95,7 @@ void add_rows_(const AddRowsCall& given) {
                             call.errors(raise_new_row_error)};
     simt::launch(call.stream(), n, WriteFirstScores{batch, given.first_counts(), first_bad});
   }
-  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n, first_bad,
-             raise_added_id_error);
+  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n, first_bad, raise_added_id_error);
   call.finish();
 }
 

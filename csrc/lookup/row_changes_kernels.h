@@ -52,8 +52,7 @@ struct WriteFirstScores {
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (*first_bad != 0) return;
     int64_t* word = batch.word(i);
-    if (word != nullptr)
-      *word = static_cast<int64_t>(score_of(batch.tables.of(i).now, first_count(counts, i)));
+    if (word != nullptr) *word = static_cast<int64_t>(score_of(batch.tables.of(i).now, first_count(counts, i)));
   }
 };
 

@@ -15,13 +15,13 @@ void touch_scores_(const TouchCall& given) {
   if (n == 0) return;
   DeviceCall call(given.rows);
   const int64_t* often = given.times ? const_data<int64_t>(*given.times) : nullptr;
-  const TouchedRows batch{const_data<int64_t>(given.rows),
-                          often,
-                          n,
-                          send_scores(call, *given.tables, const_data<int64_t>(given.table_offsets),
-                                      const_data<int64_t>(given.steps)),
-                          call.zeros<int64_t>(1),
-                          call.errors(raise_touch_error)};
+  const TouchedRows batch{
+      const_data<int64_t>(given.rows),
+      often,
+      n,
+      send_scores(call, *given.tables, const_data<int64_t>(given.table_offsets), const_data<int64_t>(given.steps)),
+      call.zeros<int64_t>(1),
+      call.errors(raise_touch_error)};
   simt::launch(call.stream(), n, CheckTouchedRows{batch});
   simt::launch(call.stream(), n, TouchScores{batch});
   call.finish();

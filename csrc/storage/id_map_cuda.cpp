@@ -34,8 +34,8 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   simt::fill_zero(call.stream(), absent.mutable_data_ptr(), tables * static_cast<int64_t>(sizeof(int64_t)));
   if (ids.numel() == 0) return {rows, absent};
   simt::launch(call.stream(), ids.numel(),
-               FindRows{const_data<int64_t>(ids), send_maps(call, views, const_data<int64_t>(table_offsets)), nullptr, nullptr,
-                        mutable_data<int64_t>(rows), mutable_data<int64_t>(absent), simt::error_record()});
+               FindRows{const_data<int64_t>(ids), send_maps(call, views, const_data<int64_t>(table_offsets)), nullptr,
+                        nullptr, mutable_data<int64_t>(rows), mutable_data<int64_t>(absent), simt::error_record()});
   return {rows, absent};
 }
 

@@ -68,8 +68,8 @@ struct Part {
   uint64_t rest(uint64_t hash) const { return hash << bits; }
 
   // Calls visit(place, map, array, limit) for each id, where `array` of the map holds the id, and prefetches the homes
-  // of later ids. If it returns false, this and all later ids are left over (a repeat must not come before the id that it repeats):
-  // their places move to `begin`. Returns the end of these places.
+  // of later ids. If it returns false, this and all later ids are left over (a repeat must not come before the id that
+  // it repeats): their places move to `begin`. Returns the end of these places.
   template <typename Visit>
   int64_t* visit_homes(const IdMapView& map, const uint64_t* hashes, const Visit& visit) const {
     constexpr int64_t kBurst = 64;
@@ -83,7 +83,8 @@ struct Part {
     for (const int64_t* place = begin; place < end; ++place) {
       if ((place - begin) % kBurst == 0 && end - place > kBurst) prefetch(place + kBurst);
       const bool is_outgoing = hashes[*place] >= map.frontier;
-      if (left_over != begin || !visit(*place, map, map.arrays[is_outgoing], limits[is_outgoing])) *left_over++ = *place;
+      if (left_over != begin || !visit(*place, map, map.arrays[is_outgoing], limits[is_outgoing]))
+        *left_over++ = *place;
     }
     return left_over;
   }
