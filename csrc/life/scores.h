@@ -34,7 +34,6 @@ TORCHREC_DYN_BOTH constexpr bool is_count(int64_t count) {
 // The order of eviction: by key, which is last_seen or count; rows of one key (ties) by the tie words of their ids,
 // unsigned. The tie word is a bijection of the id.
 constexpr int kOrderKeyBits = 32;
-TORCHREC_DYN_BOTH constexpr bool is_order_key(int64_t key) { return key >= 0 && key >> kOrderKeyBits == 0; }
 TORCHREC_DYN_BOTH constexpr uint64_t order_key(uint64_t score, bool by_count) {
   return by_count ? count_of(score) : last_seen_of(score);
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -184,7 +183,9 @@ class IdMap:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64; room is reserved."""
         most = knobs.IDS_INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
         for part, its_rows in zip(ids.split(most), rows.split(most), strict=True):
-            insert_all([self], [part.numel()], part, its_rows)
+            if part.numel():
+                ops.insert(part, its_rows, host_numbers([0, part.numel()]), *self.arrays())
+            self.num_ids += part.numel()
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the present ids among ids [M] int64, and their rows."""
@@ -245,14 +246,6 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
     return slots, host_numbers([(id_map.moved, id_map.key) for id_map in maps]).view(-1, 2)
-
-
-def insert_all(maps: Sequence[IdMap], sizes: Sequence[int], ids: Tensor, rows: Tensor) -> None:
-    """As `IdMap.insert`, for several maps in turn, `sizes` ids each."""
-    if ids.numel():
-        ops.insert(ids, rows, host_numbers([*accumulate(sizes, initial=0)]), *arrays_of(maps))
-    for id_map, size in zip(maps, sizes, strict=True):
-        id_map.num_ids += size
 
 
 class MapList:
