@@ -19,7 +19,7 @@ from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard
 
 Pooling = Literal["sum", "mean", "none"]
-_INTEGERS = (torch.int64, torch.int32)
+_INTEGERS = ((torch.int64, 1), (torch.int32, 1))  # dtypes and dimensions of lengths and offsets
 
 
 def lookup_of(tables: Sequence[TableShard]) -> str:
@@ -42,7 +42,7 @@ def contiguous_input(tables: Sequence[TableShard], batch: Batch) -> None:
         numbers = getattr(batch, name)
         if numbers is None:
             continue
-        if numbers.dtype not in _INTEGERS or numbers.dim() != 1:
+        if (numbers.dtype, numbers.dim()) not in _INTEGERS:
             raise _misfit(tables, f"{name} {size} of int64 or int32, got {_kind(numbers)}.")
         setattr(batch, name, numbers.contiguous())
     device = tables[0].weights.device

@@ -150,9 +150,7 @@ def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> 
     def ordered(numbers: Tensor | None) -> Tensor | None:
         return None if numbers is None else numbers[places]
 
-    grads = torch.cat([update.grad.flatten() for update in updates])
-    if offsets is None:
-        grads = grads.view(-1, last.bags.shape[1])[places]
+    grads = _joined_grads(updates, places if offsets is None else None)
     weights = _joined([update.weights for update in updates], forwards, 1.0, torch.float32)
     senders = [forward.reduction.senders for forward in forwards]
     ids = None if last.ids is None else torch.cat([one.ids_or_rows for one in forwards])
@@ -164,9 +162,23 @@ def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> 
         offsets=offsets,
         begins=torch.stack(begins).sum(0),
         reduction=Reduction(scales, ordered(_joined(senders, forwards, -1, torch.int32))),
-        noted=last.noted if all(one.noted == last.noted for one in forwards) else None,
+        noted=_noted(forwards),
     )
     return Update(joined, grads, ordered(weights))
+
+
+def _noted(forwards: Sequence[Forward]) -> list[object] | None:
+    """Returns what was noted in the logs at all forwards; None if they differ."""
+    noted = forwards[-1].noted
+    return noted if all(one.noted == noted for one in forwards) else None
+
+
+def _joined_grads(updates: Sequence[Update], places: Tensor | None) -> Tensor:
+    """Returns the gradients of the outputs of all updates; those of ids in the order of `places`."""
+    grads = torch.cat([update.grad.flatten() for update in updates])
+    if places is None:
+        return grads
+    return grads.view(-1, updates[-1].forward.bags.shape[1])[places]
 
 
 def _joined(

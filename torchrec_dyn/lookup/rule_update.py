@@ -82,18 +82,17 @@ def _run(
     if weights.dtype != before.dtype:
         assert sums.ids is not None
         weights = _rounded(before, weights, sums.ids, stream)
-    is_refused = None
-    if checks:
-        is_finite = weights.isfinite().all(1)
-        for one in after:
-            is_finite &= one.isfinite().all(1)
-        is_refused = ~is_finite
-        weights = torch.where(is_refused[:, None], before, weights)
-        after = [
-            torch.where(is_refused[:, None], old, new)
-            for old, new in zip(former, after, strict=True)
-        ]
+    if not checks:
+        return weights, after, None
+    is_refused = _not_finite([weights, *after])
+    kept = zip([before, *former], [weights, *after], strict=True)
+    weights, *after = (torch.where(is_refused[:, None], old, new) for old, new in kept)
     return weights, after, is_refused
+
+
+def _not_finite(numbers: Sequence[Tensor]) -> Tensor:
+    """Returns which rows have NaN or infinity in one of the numbers [M, any], [M] bool."""
+    return ~torch.stack([one.isfinite().all(1) for one in numbers]).all(0)
 
 
 def _rounded(before: Tensor, after: Tensor, ids: Tensor, stream: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class TrainedTables:
             absent = None if absent is None else absent[self._is_trained]
         before = self.shared.counted
         return Counted(
-            self.next_step,
+            before.steps + (self.shared.earlier is None),
             before.forwards + 1,
             before.ids + occurrences,
             before.absent if absent is None else before.absent + absent,
