@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from life_cases import chance, draw_of
-from oracle import unmix64
+from oracle import chance, draw_of, unmix64
 from table_cases import ids_of
 
 import torchrec_dyn as dyn

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_samples import SAMPLES, scored
-from oracle import GOLDEN, mix64
+from oracle import chance, draw_of
 from raw_maps import a_map
 from score_blocks import MOST, blocks_of, write
 from table_cases import hard_ids, ids_of
@@ -37,21 +37,6 @@ class Rule(NamedTuple):
         if isinstance(self.policy, AdmitAfter):
             return count >= self.policy.count
         return draw_of(self.key, step, number) < chance(self.policy.p, count)
-
-
-def draw_of(key, step, number):
-    """Returns an id's draw in [0, 1) at a step: the SplitMix64 word before the words used for rounding."""
-    state = mix64(mix64(key + step * GOLDEN) ^ mix64(number))
-    return (mix64(state) >> 11) / 2**53
-
-
-def chance(probability, count):
-    """Returns 1 - (1 - p)^count by squaring; every rounding is that of IEEE doubles."""
-    refusal, power = 1.0, 1.0 - probability
-    for bit in reversed(f"{count:b}"):
-        refusal = refusal * power if bit == "1" else refusal
-        power = power * power
-    return 1.0 - refusal
 
 
 class NewIds(NamedTuple):

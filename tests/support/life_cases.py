@@ -8,7 +8,7 @@ from collections import Counter
 
 import torch
 from life_model import LifeModel, TooFew
-from oracle import GOLDEN, canonical_order, mix64, unmix64
+from oracle import canonical_order, chance, draw_of, unmix64
 from table_cases import ids_of, make_group, make_table, same_state, without_probes
 from torch import Tensor
 
@@ -66,21 +66,6 @@ def living_table(eviction=None, admission=None, limit=1000, **options) -> TableS
             **options,
         },
     )
-
-
-def draw_of(key, step, number):
-    """Returns an id's draw in [0, 1) at a step: the SplitMix64 word before the words used for rounding."""
-    state = mix64(mix64(key + step * GOLDEN) ^ mix64(number))
-    return (mix64(state) >> 11) / 2**53
-
-
-def chance(probability, count):
-    """Returns 1 - (1 - p)^count by squaring; every rounding is that of IEEE doubles."""
-    refusal, power = 1.0, 1.0 - probability
-    for bit in reversed(f"{count:b}"):
-        refusal = refusal * power if bit == "1" else refusal
-        power = power * power
-    return 1.0 - refusal
 
 
 def model_of(table: TableShard) -> LifeModel:

@@ -113,3 +113,18 @@ def probe_lengths(slots: Tensor, key: int = 0) -> list[int]:
 def canonical_order(ids: list[int]) -> list[int]:
     """Returns the ids in canonical order."""
     return sorted(ids, key=mix64)
+
+
+def draw_of(key, step, number):
+    """Returns an id's draw in [0, 1) at a step: the SplitMix64 word before the words used for rounding."""
+    state = mix64(mix64(key + step * GOLDEN) ^ mix64(number))
+    return (mix64(state) >> 11) / 2**53
+
+
+def chance(probability, count):
+    """Returns 1 - (1 - p)^count by squaring; every rounding is that of IEEE doubles."""
+    refusal, power = 1.0, 1.0 - probability
+    for bit in reversed(f"{count:b}"):
+        refusal = refusal * power if bit == "1" else refusal
+        power = power * power
+    return 1.0 - refusal

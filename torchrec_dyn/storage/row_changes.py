@@ -39,6 +39,7 @@ class RowRemoval:
     Attributes:
         ids, rows: [M] int64 in the order of the tables; the ids are distinct and have these rows.
         sizes: number of the ids of each table that loses some.
+        rows_of: the rows that each of these loses.
     """
 
     def __init__(
@@ -54,11 +55,7 @@ class RowRemoval:
         self.sizes = {t: size for t, size in sorted(sizes.items()) if size}
         self._tables, self._handle = tables, handle
         self._offsets = offsets_of(self.sizes, count)
-        self._rows_of = parts_of(rows, self.sizes)
-
-    def rows_of(self) -> Mapping[int, Tensor]:
-        """Returns the rows that each table loses."""
-        return self._rows_of
+        self.rows_of = parts_of(rows, self.sizes)
 
     def commit(self) -> None:
         """Removes the ids and frees their rows, which are reused as soon as no open forward can hold them."""
@@ -68,7 +65,7 @@ class RowRemoval:
         for t, size in self.sizes.items():
             table = self._tables[t]
             table.id_map.num_ids -= size
-            table.row_numbers.free(self._rows_of[t])
+            table.row_numbers.free(self.rows_of[t])
 
     def undo(self) -> Callable[[], None]:
         """Returns a call that undoes a commit that comes next, or a part of it."""
@@ -83,7 +80,7 @@ class RowRemoval:
         def restore() -> None:
             for t, id_map in ids.items():
                 missing = (id_map.lookup(ids_of[t]) < 0).nonzero().flatten()
-                id_map.insert(ids_of[t][missing], self._rows_of[t][missing])
+                id_map.insert(ids_of[t][missing], self.rows_of[t][missing])
                 id_map.num_ids = counts[t]
             ops.write_scores_(self.rows, self._offsets, *scores, self._handle)
             for put_back in renumber:

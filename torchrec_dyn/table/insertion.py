@@ -212,7 +212,7 @@ class Removals:
         self._logged = {}
         own = parts_of(ids, self.sizes) if logs else {}
         for t, log in logs.items():
-            its_rows = self._removal.rows_of()[t]
+            its_rows = self._removal.rows_of[t]
             log.touch(own[t], its_rows)
             self._logged[t] = log, log.with_removed(own[t], its_rows)
 
