@@ -66,6 +66,7 @@ class AdmissionCounters:
         self.age_limit = age_limit
         self._device = device
         self._listed = ListedRows(device)
+        self._prepared = ScoredMaps([self.id_map], [self.scores])
 
     def __len__(self) -> int:
         return self.id_map.num_ids
@@ -74,6 +75,11 @@ class AdmissionCounters:
     def bytes(self) -> int:
         """Bytes of slots and counters."""
         return self.id_map.bytes + self.row_numbers.high_water_mark * SCORE_BYTES
+
+    @property
+    def handle(self) -> Tensor:
+        """These counters as one table, the result of `ops.prepare_tables`."""
+        return self._prepared.get()
 
     def reserve(self, additional: int) -> None:
         """Makes room for `additional` more counters."""
@@ -91,8 +97,7 @@ class AdmissionCounters:
         """
         new = ids[self.id_map.lookup(ids) < 0]
         self.reserve(new.numel())
-        handle = ScoredMaps([self.id_map], [self.scores]).get()
-        RowAddition({0: self}, new, {0: new.numel()}, {}, None, 1, handle).commit()
+        RowAddition({0: self}, new, {0: new.numel()}, {}, None, 1, self.handle).commit()
         self.scores.write(self.id_map.lookup(ids), last_seen, counts)
 
     def search(self, table: int, step: int, limit: int, more: int) -> Search | None:
@@ -117,8 +122,7 @@ class AdmissionCounters:
     def removal(self, ids: Tensor) -> RowRemoval:
         """Returns the removal of the counters of ids [M] int64, distinct; skips ids without a counter."""
         ids, rows = self.id_map.find(ids)
-        handle = ScoredMaps([self.id_map], [self.scores]).get()
-        return RowRemoval({0: self}, ids, rows, {0: ids.numel()}, 1, handle)
+        return RowRemoval({0: self}, ids, rows, {0: ids.numel()}, 1, self.handle)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns last_seen and counts of rows [M] int64 of `id_map`, [M] int64 each."""

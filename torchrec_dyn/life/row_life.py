@@ -168,9 +168,8 @@ class RowLife:
         search = self.search_counters(0, step, rows)
         if self.waiting is None or search is None:
             return
-        handle = ScoredMaps([self.waiting.id_map], [self.waiting.scores]).get()
-        found = lowest_rows([search], self.waiting.id_map.slots, handle)
-        RowRemoval({0: self.waiting}, *found, 1, handle).commit()
+        found = lowest_rows([search], self.waiting.id_map.slots, self.waiting.handle)
+        RowRemoval({0: self.waiting}, *found, 1, self.waiting.handle).commit()
 
     def search(self, table: int, surplus: int, step: int, high: int) -> Search:
         """Returns the search for the rows to evict for `surplus` new rows; no row was seen in this step.
