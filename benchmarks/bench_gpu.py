@@ -89,12 +89,21 @@ def new_ids(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[C
     block = torch.empty(1 << shift, 64, device=device)
     values = torch.ones(batch, 64, device=device)
 
+    layout, initial = torch.tensor([[0, 1, shift, 64]]), torch.tensor([[2, 1, 0, 0]])
+    parameters = torch.tensor([NORMAL], dtype=torch.float64)
+    tables = ops.prepare_tables(
+        [slots], moved, [block], [], layout, 0, [], [], initial, parameters, [], [], None
+    )
+    lengths, one = torch.tensor([batch], device=device), torch.tensor([0, 1])
+
     def step() -> None:
-        found, _ = ops.lookup(ids, offsets, [slots], moved)
-        new, _, new_offsets, new_index = ops.collect_new(ids, found, offsets)
-        ops.init_rows_(new, rows, [block], shift, 64, 0, 2, NORMAL, 1)
-        ops.insert(new, rows, new_offsets, [slots], moved)
-        ops.fill_new_(found, new_index, rows)
+        _, found, _, _, new, _, new_index = ops.find_and_pool(
+            ids, lengths, None, None, one, one, None, tables, False, 0, 2, 0, torch.float32
+        )
+        ops.add_rows_(
+            torch.empty_like(new), new, [0, batch], [0], rows[:0], [0, 0], [0], None, found, new_index,
+            None, tables,
+        )  # fmt: skip
 
     def write_pairs_and_rows() -> None:
         slots.index_copy_(0, places, pairs)
@@ -125,7 +134,7 @@ def growth(count: int, arguments: argparse.Namespace) -> Iterator[Case]:
         slots.new_zeros(grown, 2)[:capacity] = slots
 
     sides = {
-        "ours": lambda _: ops.move_slots(slots, ops.new_slots(slots, grown), 0, capacity),
+        "ours": lambda _: ops.grown_slots([slots], [grown], [0]),
         "fill and copy": fill_and_copy,
     }
     yield from compared("growth", sides, count, arguments, restore, ids=count)

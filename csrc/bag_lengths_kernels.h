@@ -54,18 +54,23 @@ struct CopyOffsets {
   }
 };
 
-// One thread for each feature, and one more: writes where its ids begin. Thread 0 looks whether the offsets go from 0
-// to the number of ids.
+// One thread for each feature and each table, and one more: writes where their ids begin. Thread 0 looks whether the
+// offsets go from 0 to the number of ids.
 struct ReadBegins {
   const int64_t* offsets;
-  const int64_t* first_bags;
+  const int64_t* first_bags;      // [features + 1]
+  const int64_t* first_features;  // [tables + 1]
+  int64_t features;
+  int64_t tables;
   int64_t bags;
   int64_t ids;
-  int64_t* begins;
+  int64_t* begins;         // [features + 1]
+  int64_t* table_offsets;  // [tables + 1]
   int64_t* is_wrong;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    begins[i] = offsets[first_bags[i]];
+    if (i <= features) begins[i] = offsets[first_bags[i]];
+    if (i <= tables) table_offsets[i] = offsets[first_bags[first_features[i]]];
     if (i == 0 && (offsets[0] != 0 || offsets[bags] != ids)) simt::atomic_max(is_wrong, 1);
   }
 };

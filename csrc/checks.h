@@ -195,15 +195,22 @@ Tensor tensor_of(void* memory, torch::headeronly::IntHeaderOnlyArrayRef shape,
 inline Tensor new_int64(int64_t size) { return new_tensor({size}, ScalarType::Long); }
 
 // table_offsets [T + 1]: the ids of table t are [table_offsets[t], table_offsets[t + 1]).
-inline void check_table_offsets(const char* op, const Tensor& offsets, int64_t tables, int64_t ids) {
-  check_tensor(op, "table_offsets", offsets, ScalarType::Long);
-  check_size(op, "the number of table_offsets", tables + 1, offsets.numel());
-  const int64_t* offset = const_data<int64_t>(offsets);
+inline void check_table_offsets(const char* op, const int64_t* offset, int64_t count, int64_t tables, int64_t ids) {
+  check_size(op, "the number of table_offsets", tables + 1, count);
   TORCHREC_DYN_CHECK(offset[0] == 0, op, ": expected table_offsets to start at 0, got ", offset[0], ".");
   for (int64_t t = 0; t < tables; ++t)
     TORCHREC_DYN_CHECK(offset[t] <= offset[t + 1], op, ": expected ascending table_offsets, got ", offset[t],
                        " before ", offset[t + 1], ".");
   check_size(op, "the last of table_offsets", ids, offset[tables]);
+}
+
+inline void check_table_offsets(const char* op, const Tensor& offsets, int64_t tables, int64_t ids) {
+  check_tensor(op, "table_offsets", offsets, ScalarType::Long);
+  check_table_offsets(op, const_data<int64_t>(offsets), offsets.numel(), tables, ids);
+}
+
+inline void check_table_offsets(const char* op, const std::vector<int64_t>& offsets, int64_t tables, int64_t ids) {
+  check_table_offsets(op, offsets.data(), static_cast<int64_t>(offsets.size()), tables, ids);
 }
 
 }  // namespace torchrec_dyn

@@ -42,13 +42,13 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "(Tensor new_ids, Tensor new_counts, Tensor new_offsets, Tensor new_index)");
   // Inserts new_ids [M], distinct and absent, into the maps with their new_rows [M].
   m.def("insert(Tensor new_ids, Tensor new_rows, Tensor new_offsets, Tensor(a!)[] slots, Tensor moved) -> ()");
-  // rows [N]: where new_index is not -1, writes new_rows[new_index].
-  m.def("fill_new_(Tensor(a!) rows, Tensor new_index, Tensor new_rows) -> ()");
   // Removes ids [M] from one map -> [M] their former rows, -1 where absent.
   m.def("erase(Tensor ids, Tensor(a!)[] slots, Tensor moved) -> Tensor");
   // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
-  // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`. A GPU moves all slots.
+  // Maps with the keys [M] -> copies of `capacities` [M] slots.
+  m.def("grown_slots(Tensor[] slots, int[] capacities, int[] keys) -> Tensor[]");
+  // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`. No kernel for CUDA.
   m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until, int key=0) -> Tensor");
   // -> [3]: number of ids, sum of their probe lengths (storage/id_map.h), the longest probe length; measured on one in
   // `every` runs of 4096 slots.
@@ -113,10 +113,10 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // CPU.
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
-  // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read
-  // as initial rows, else 0; initial_states: the number in each state of a new row; without them add_rows_ is an
-  // error. scores, score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps
-  // none.
+  // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and the sum of 1 if ids without a
+  // row read as initial rows, and 2 if find_and_pool does not list them, as of a frozen table. initial_states: the
+  // number in each state of a new row; without them add_rows_ is an error. scores, score_layout [T, 4]: the scores of
+  // rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial, Tensor? parameters, float[] initial_states, "
@@ -135,10 +135,12 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Gives rows to new ids [M], the new ids of each table from new_offsets [T + 1] on: their numbers, initial rows and
   // states, scores with last_seen of steps [T] and counts [M] (0 if left out), and slots. A table takes the rows
   // `reused` first, its own from reused_offsets [T + 1] on, then those from first_rows [T] on. new_rows [M]: the rows
-  // are written there.
+  // are written there, and to rows [N] of a batch whose absent ids have places new_index [N], as collect_new and
+  // find_and_pool list them; places [M], ascending: those of the new ids, 0, 1, ... if left out.
   m.def(
-      "add_rows_(Tensor(a!) new_rows, Tensor new_ids, Tensor new_offsets, Tensor first_rows, Tensor reused, "
-      "Tensor reused_offsets, Tensor steps, Tensor? counts, Tensor tables) -> ()");
+      "add_rows_(Tensor(a!) new_rows, Tensor new_ids, int[] new_offsets, int[] first_rows, Tensor reused, "
+      "int[] reused_offsets, int[] steps, Tensor? counts, Tensor(b!)? rows, Tensor? new_index, Tensor? places, "
+      "Tensor tables) -> ()");
   // Removes distinct ids [M] in table order, which have rows [M], and their scores.
   m.def("remove_rows_(Tensor ids, Tensor rows, Tensor table_offsets, Tensor tables) -> ()");
   // Decides which of new ids [M] get rows. occurrences [M]: in this step; asks [M] bool: false for ids that no feature
@@ -170,14 +172,18 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Finds the rows of ids [N] and pools them as gather_pool. lengths [B] or offsets [B + 1] of the bags, int32 or
   // int64, or both; first_bags [F + 1] of each feature; first_features [T + 1] of each table. Without segments each id
   // is a bag, and its row an output. pools: 0 nothing, 1 a batch without absent ids, 2 any batch, with zeros for absent
-  // ids, as a GPU does for 1, too. -> out [elements], which is not initialised if it is not pooled, [0] for pools 0;
-  // rows [N], -1 where absent; offsets [B + 1]; numbers [F + T + 2] on the CPU: where the ids of each feature begin,
-  // and the end of the last; the number of absent ids of each table; 1 if lengths or offsets are wrong, when nothing
-  // else means anything, else 0. A GPU's host waits for the numbers.
+  // ids, as a GPU does for 1, too. collects: 1 if absent ids are listed, 2 if some are expected, 0 if not. -> out
+  // [elements], which is not initialised if it is not pooled, [0] for pools 0; rows [N], -1 where absent; offsets
+  // [B + 1]; numbers [F + 3 T + 4] on the CPU: where the ids of each feature begin, and the end of the last; the same
+  // of each table; the number of absent ids of each table; new_offsets of collect_new; 1 if lengths or offsets are
+  // wrong, when nothing else means anything, else 0. new_ids, new_counts and new_index of collect_new without the ids
+  // of frozen tables, [0] if there are none. A GPU's host waits for the numbers, and for the number of new ids if it
+  // was not told to expect them.
   m.def(
       "find_and_pool(Tensor ids, Tensor? lengths, Tensor? offsets, Tensor? bag_weights, Tensor first_bags, "
-      "Tensor first_features, Tensor? segments, Tensor tables, bool mean, int pools, SymInt elements, "
-      "ScalarType dtype) -> (Tensor out, Tensor rows, Tensor offsets, Tensor numbers)");
+      "Tensor first_features, Tensor? segments, Tensor tables, bool mean, int pools, int collects, SymInt elements, "
+      "ScalarType dtype) -> (Tensor out, Tensor rows, Tensor offsets, Tensor numbers, Tensor new_ids, "
+      "Tensor new_counts, Tensor new_index)");
   // As gather_pool, into `out` [elements], for offsets that are right. With initial_ids [N], the ids of `rows`, an
   // absent row is what its table has for an id without a row. With new_index [N] or initial_ids a GPU may leave bags as
   // they are that have neither an id with another new_index than -1, nor an initial row.

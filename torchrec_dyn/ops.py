@@ -90,11 +90,6 @@ def insert(
 
 
 @_op
-def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
-    """Writes `new_rows[new_index]` into `rows` where new_index is not -1."""
-
-
-@_op
 def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
     """Removes ids from one map, in place."""
     return torch.empty_like(ids)
@@ -104,6 +99,15 @@ def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
 def new_slots(slots: Tensor, capacity: int) -> Tensor:
     """Returns empty slots. Their memory is committed when ids are written."""
     return slots.new_empty(capacity, 2)
+
+
+@_op
+def grown_slots(
+    slots: Sequence[Tensor], capacities: Sequence[int], keys: Sequence[int]
+) -> list[Tensor]:
+    """Copies maps to larger arrays of slots."""
+    both = zip(slots, capacities, strict=True)
+    return [array.new_empty(capacity, 2) for array, capacity in both]
 
 
 @_op
@@ -280,15 +284,16 @@ def touch_scores_(
 def find_and_pool(
     ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, bag_weights: Tensor | None,
     first_bags: Tensor, first_features: Tensor, segments: Tensor | None, tables: Tensor, mean: bool,
-    pools: int, elements: int, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Finds the rows of ids in the maps of prepared tables, and pools them by bag."""
+    pools: int, collects: int, elements: int, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Finds the rows of ids in the maps of prepared tables, pools them by bag, and lists the absent ids."""
     out = ids.new_empty(elements if pools else 0, dtype=dtype)
     if pools and segments is None:
         out = ids.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
-    numbers = first_bags.new_empty(first_bags.shape[0] + first_features.shape[0])
-    bags = torch.library.get_ctx().new_dynamic_size()
-    return out, torch.empty_like(ids), ids.new_empty(bags), numbers
+    numbers = first_bags.new_empty(first_bags.shape[0] + 3 * first_features.shape[0])
+    bags, fresh, index = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
+    new = ids.new_empty(fresh), ids.new_empty(fresh), ids.new_empty(index)
+    return out, torch.empty_like(ids), ids.new_empty(bags), numbers, *new
 
 
 @_op
@@ -306,8 +311,9 @@ def write_scores_(
 
 @_op
 def add_rows_(
-    new_rows: Tensor, new_ids: Tensor, new_offsets: Tensor, first_rows: Tensor, reused: Tensor,
-    reused_offsets: Tensor, steps: Tensor, counts: Tensor | None, tables: Tensor,
+    new_rows: Tensor, new_ids: Tensor, new_offsets: Sequence[int], first_rows: Sequence[int],
+    reused: Tensor, reused_offsets: Sequence[int], steps: Sequence[int], counts: Tensor | None,
+    rows: Tensor | None, new_index: Tensor | None, places: Tensor | None, tables: Tensor,
 ) -> None:  # fmt: skip
     """Gives rows to new ids of prepared tables, in place: their numbers, contents, scores and slots."""
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "checks.h"
@@ -26,12 +27,37 @@ struct FindAndPoolCall {
   Tensor handle = arguments.read<Tensor>();
   bool mean = arguments.read<bool>();
   int64_t pools = arguments.read<int64_t>();
+  int64_t collects = arguments.read<int64_t>();
   int64_t elements = arguments.read<int64_t>();
   ScalarType dtype = arguments.read<ScalarType>();
 };
 
 // Which batches are pooled: none, those without absent ids, or all. A device pools before it knows the ids.
 enum class Pools : int64_t { kNothing, kKnown, kAll };
+
+// Whether the distinct absent ids of a batch are listed. A device that expects some lists them before its host waits.
+enum class Collects : int64_t { kNever, kIfAbsent, kExpected };
+
+// The result `numbers`.
+struct BatchNumbers {
+  BatchNumbers(int64_t* words, int64_t features, int64_t tables)
+      : begins(words),
+        table_offsets(begins + features + 1),
+        absent(table_offsets + tables + 1),
+        new_offsets(absent + tables),
+        is_wrong(new_offsets + tables + 1) {}
+
+  static int64_t count(int64_t features, int64_t tables) { return features + 3 * tables + 4; }
+
+  int64_t* begins;         // [F + 1] of the ids of each feature
+  int64_t* table_offsets;  // [T + 1] of the ids of each table
+  int64_t* absent;         // [T]
+  int64_t* new_offsets;    // [T + 1] of the new ids of each table
+  int64_t* is_wrong;       // 1 if lengths or offsets are wrong, else 0
+};
+
+// out, rows, offsets, numbers, new_ids, new_counts, new_index (csrc/library.cpp).
+using FindAndPoolResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The batch of a call of find_and_pool, but the contents of its tensors.
 struct FoundBatch {
@@ -42,6 +68,7 @@ struct FoundBatch {
   const int64_t* first_features;  // [T + 1]
   const float* bag_weights;       // or null
   Pools pools;
+  Collects collects;
   int64_t elements;  // of the output
 };
 
@@ -85,6 +112,9 @@ inline FoundBatch read_batch(const char* op, const FindAndPoolCall& call) {
   check_pooled_type(op, call.dtype);
   TORCHREC_DYN_CHECK(call.pools >= 0 && call.pools <= 2, op, ": expected pools in [0, 2], got ", call.pools, ".");
   batch.pools = static_cast<Pools>(call.pools);
+  TORCHREC_DYN_CHECK(call.collects >= 0 && call.collects <= 2, op, ": expected collects in [0, 2], got ", call.collects,
+                     ".");
+  batch.collects = static_cast<Collects>(call.collects);
   batch.elements = batch.pools == Pools::kNothing ? 0 : call.elements;
   TORCHREC_DYN_CHECK(call.elements >= 0, op, ": expected elements >= 0, got ", call.elements, ".");
   if (call.segments.has_value() || batch.pools == Pools::kNothing) return batch;
@@ -95,20 +125,13 @@ inline FoundBatch read_batch(const char* op, const FindAndPoolCall& call) {
 }
 
 // The segments of sequences: each id is a bag, and table_offsets [T + 1] say where the ids of each table begin.
-inline std::vector<Segment> sequence_segments(const PreparedTables& tables, const std::vector<int64_t>& table_offsets) {
+inline std::vector<Segment> sequence_segments(const PreparedTables& tables, const int64_t* table_offsets) {
   std::vector<Segment> segments;
   for (size_t t = 0; t < tables.count(); ++t) {
     const int64_t begin = table_offsets[t], columns = tables.layout[t].columns;
     segments.push_back({static_cast<int64_t>(t), begin, table_offsets[t + 1] - begin, begin * columns, columns});
   }
   return segments;
-}
-
-// Where the ids of each table begin, and the end of the last, of `begins`, which are those of each feature.
-inline std::vector<int64_t> table_offsets_of(const FoundBatch& batch, const int64_t* begins) {
-  std::vector<int64_t> offsets;
-  for (size_t t = 0; t <= batch.tables->count(); ++t) offsets.push_back(begins[batch.first_features[t]]);
-  return offsets;
 }
 
 }  // namespace torchrec_dyn

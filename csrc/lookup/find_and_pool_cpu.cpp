@@ -1,13 +1,12 @@
 // A forward of prepared tables on the CPU: where bags begin, the rows of ids, and their pooling, in one call.
 #include <algorithm>
 #include <limits>
-#include <tuple>
-#include <vector>
 
 #include "lookup/find_and_pool_arguments.h"
 #include "lookup/pooling_cpu.h"
 #include "output_memory.h"
 #include "parallel.h"
+#include "storage/collect_new_cpu.h"
 #include "storage/find_rows_cpu.h"
 
 namespace torchrec_dyn {
@@ -65,7 +64,7 @@ bool write_offsets(const FindAndPoolCall& call, int64_t bags, int64_t* written) 
   return std::equal(written, written + bags + 1, const_data<int64_t>(*call.offsets));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const FindAndPoolCall& call) {
+FindAndPoolResult find_and_pool(const FindAndPoolCall& call) {
   const char* op = "find_and_pool";
   const FoundBatch batch = read_batch(op, call);
   const PreparedTables& tables = *batch.tables;
@@ -73,25 +72,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const FindAndPoolCall& 
   const int64_t ids = call.ids.numel();
   Tensor bag_offsets = new_int64(batch.bags + 1);
   Tensor rows = new_int64(ids);
-  Tensor numbers = new_int64(batch.features + 1 + count + 1);
+  Tensor numbers = new_int64(BatchNumbers::count(batch.features, count));
   Tensor out = new_output(batch.elements, call.dtype);
+  Tensor none = new_int64(0);
+  CollectedIds found{none, none, none, {}};
   int64_t* const number = mutable_data<int64_t>(numbers);
   int64_t* const offset = mutable_data<int64_t>(bag_offsets);
   int64_t* const row = mutable_data<int64_t>(rows);
   std::fill(number, number + numbers.numel(), int64_t{0});
+  const BatchNumbers own(number, batch.features, count);
+  const auto result = [&] {
+    return FindAndPoolResult{out, rows, bag_offsets, numbers, found.ids, found.counts, found.index};
+  };
   if (!write_offsets(call, batch.bags, offset)) {
-    number[numbers.numel() - 1] = 1;
+    *own.is_wrong = 1;
     std::fill(row, row + rows.numel(), kNoRow);
-    return {out, rows, bag_offsets, numbers};
+    return result();
   }
-  for (int64_t f = 0; f <= batch.features; ++f) number[f] = offset[batch.first_bags[f]];
-  const std::vector<int64_t> table_offsets = table_offsets_of(batch, number);
-  int64_t* const absent = number + batch.features + 1;
-  find_rows(tables.maps, const_data<int64_t>(call.ids), table_offsets.data(), row, absent);
-  if (batch.pools == Pools::kNothing ||
-      (batch.pools == Pools::kKnown &&
-       std::any_of(absent, absent + count, [](int64_t ids_without) { return ids_without > 0; })))
-    return {out, rows, bag_offsets, numbers};
+  for (int64_t f = 0; f <= batch.features; ++f) own.begins[f] = offset[batch.first_bags[f]];
+  for (int64_t t = 0; t <= count; ++t) own.table_offsets[t] = own.begins[batch.first_features[t]];
+  find_rows(tables.maps, const_data<int64_t>(call.ids), own.table_offsets, row, own.absent);
+  const bool has_absent = std::any_of(own.absent, own.absent + count, [](int64_t absent) { return absent > 0; });
+  if (batch.collects != Collects::kNever && tables.has_new(own.absent)) {
+    const int64_t* const frozen = tables.frozen.empty() ? nullptr : tables.frozen.data();
+    found = collect_new(const_data<int64_t>(call.ids), row, own.table_offsets, count, frozen);
+    std::copy(found.offsets.begin(), found.offsets.end(), own.new_offsets);
+  }
+  if (batch.pools == Pools::kNothing || (batch.pools == Pools::kKnown && has_absent)) return result();
   PooledBags bags{op, tables, rows, call.mean};
   BagLists& lists = bags.lists;
   lists.count = call.segments ? batch.bags : ids;
@@ -100,11 +107,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const FindAndPoolCall& 
     if (batch.bags != ids || !counts_up(offset, batch.bags + 1)) lists.offsets = offset;
     read_segments(op, lists, *call.segments, tables.layout, batch.elements);
   } else {
-    add_segments(lists, sequence_segments(tables, table_offsets));
+    add_segments(lists, sequence_segments(tables, own.table_offsets));
   }
   bags.bag_weights = batch.bag_weights;
   pool(bags, out);
-  return {out, rows, bag_offsets, numbers};
+  return result();
 }
 
 Tensor prepare_tables(const PrepareTablesCall& call) { return call.prepare(DeviceType::CPU); }

@@ -1,9 +1,9 @@
 // A forward of prepared tables on a device: find_and_pool_cpu.cpp for CUDA.
 //
-// The host waits once, for the numbers of the batch; the batch is pooled meanwhile, with zeros for absent ids.
+// The host waits once, for the numbers of the batch; the batch is pooled meanwhile, with zeros for absent ids. It waits
+// again for the number of new ids that nobody expected.
 #include <algorithm>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "bag_lengths_kernels.h"
@@ -11,6 +11,7 @@
 #include "lookup/find_and_pool_arguments.h"
 #include "lookup/pooling_cuda.h"
 #include "sent_lists.h"
+#include "storage/collect_new_cuda.h"
 #include "storage/id_map_kernels.h"
 
 namespace torchrec_dyn {
@@ -40,40 +41,43 @@ void raise_earlier_error(int64_t& absent) {
   raise_device_error(record);  // nothing, if another thread has raised it
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const FindAndPoolCall& given) {
+FindAndPoolResult find_and_pool(const FindAndPoolCall& given) {
   const char* op = "find_and_pool";
   const FoundBatch batch = read_batch(op, given);
   const PreparedTables& tables = *batch.tables;
   const auto count = static_cast<int64_t>(tables.count());
   const int64_t features = batch.features, n = given.ids.numel();
-  Tensor numbers = new_int64(features + 1 + count + 1);
+  Tensor numbers = new_int64(BatchNumbers::count(features, count));
   DeviceCall call(given.ids);
   Tensor bag_offsets = new_device_tensor({batch.bags + 1});
   Tensor rows = new_device_tensor({n});
   Tensor out = new_device_tensor({batch.elements}, given.dtype);
   auto* const offset = mutable_data<int64_t>(bag_offsets);
   auto* const words = call.zeros<int64_t>(numbers.numel());
-  int64_t* const absent = words + features + 1;
-  int64_t* const is_wrong = absent + count;
+  const BatchNumbers own(words, features, count);
   std::vector<TableMap> maps;
   for (const IdMapView& map : tables.maps) maps.push_back({map, 0});
   const std::vector<int64_t> firsts(batch.first_bags, batch.first_bags + features + 1);
   const std::vector<int64_t> places(batch.first_features, batch.first_features + count + 1);
-  SentLists sent(call, bytes_of(maps) + bytes_of(firsts) + bytes_of(places));
+  SentLists sent(call, bytes_of(maps) + bytes_of(firsts) + bytes_of(places) + bytes_of(tables.frozen));
   const TableMap* const device_maps = sent.add(maps);
   const int64_t* const device_firsts = sent.add(firsts);
   const int64_t* const device_places = sent.add(places);
+  const int64_t* const frozen = tables.frozen.empty() ? nullptr : sent.add(tables.frozen);
   sent.send();
-  write_offsets(call.stream(), given, batch.bags, offset, is_wrong);
-  simt::launch(call.stream(), features + 1, ReadBegins{offset, device_firsts, batch.bags, n, words, is_wrong});
+  write_offsets(call.stream(), given, batch.bags, offset, own.is_wrong);
+  simt::launch(call.stream(), std::max(features, count) + 1,
+               ReadBegins{offset, device_firsts, device_places, features, count, batch.bags, n, own.begins,
+                          own.table_offsets, own.is_wrong});
+  const int64_t* const id = const_data<int64_t>(given.ids);
+  auto* const row = mutable_data<int64_t>(rows);
   simt::launch(call.stream(), n,
-               FindRows{const_data<int64_t>(given.ids),
-                        {device_maps, count},
-                        words,
-                        device_places,
-                        mutable_data<int64_t>(rows),
-                        absent,
-                        simt::error_record()});
+               FindRows{id, {device_maps, count}, own.table_offsets, row, own.absent, simt::error_record()});
+  const auto search = [&] {
+    return NewIdsSearch(call, {id, row, own.table_offsets, frozen, own.is_wrong, count, n}, own.new_offsets);
+  };
+  std::optional<NewIdsSearch> searched;
+  if (batch.collects == Collects::kExpected) searched = search();
   simt::HostCopy copy(call.stream(), words, numbers.numel());
   PooledBags bags{op, tables, rows, given.mean};
   bags.bag_weights = batch.bag_weights;
@@ -87,13 +91,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const FindAndPoolCall& 
   }
   auto* const number = mutable_data<int64_t>(numbers);
   std::copy_n(copy.wait(), numbers.numel(), number);
-  if (n > 0) raise_earlier_error(number[features + 1]);
-  if (!given.segments && is_pooled && number[numbers.numel() - 1] == 0) {
+  const BatchNumbers read(number, features, count);
+  if (n > 0) raise_earlier_error(*read.absent);
+  if (!given.segments && is_pooled && *read.is_wrong == 0) {
     bags.lists.count = n;
-    add_segments(bags.lists, sequence_segments(tables, table_offsets_of(batch, number)));
+    add_segments(bags.lists, sequence_segments(tables, read.table_offsets));
     pool(call, bags, out);
   }
-  return {out, rows, bag_offsets, numbers};
+  Tensor none = new_device_tensor({0});
+  CollectedIds found{none, none, none};
+  if (batch.collects != Collects::kNever && *read.is_wrong == 0 && tables.has_new(read.absent)) {
+    if (!searched) {
+      searched = search();
+      constexpr auto kWord = static_cast<int64_t>(sizeof(int64_t));
+      simt::copy_to_host(call.stream(), read.new_offsets, own.new_offsets, (count + 1) * kWord);
+    }
+    found = searched->list(call, read.new_offsets[count]);
+  }
+  return {out, rows, bag_offsets, numbers, found.ids, found.counts, found.index};
 }
 
 Tensor prepare_tables(const PrepareTablesCall& given) {

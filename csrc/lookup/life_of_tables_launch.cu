@@ -1,4 +1,5 @@
 #include "lookup/admission_kernels.h"
+#include "lookup/fill_new.h"
 #include "lookup/listed_rows_kernels.h"
 #include "lookup/row_changes_kernels.h"
 #include "lookup/table_scores_kernels.h"
@@ -18,6 +19,7 @@ TORCHREC_DYN_LAUNCH(ReadChosenOffsets);
 TORCHREC_DYN_LAUNCH(FindFirstChosen);
 TORCHREC_DYN_LAUNCH(ListUnchanged);
 TORCHREC_DYN_LAUNCH(NumberNewRows);
+TORCHREC_DYN_LAUNCH(FillNew);
 TORCHREC_DYN_LAUNCH(WriteFirstScores);
 TORCHREC_DYN_LAUNCH(CheckRemovedRows);
 TORCHREC_DYN_LAUNCH(ForgetScores);

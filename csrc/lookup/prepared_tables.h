@@ -39,6 +39,7 @@ struct PreparedTables {
   std::vector<OnNonfinite> on_nonfinite;  // [T]
   std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
   std::vector<InitialTable> initial;      // [T], or none
+  std::vector<int64_t> frozen;            // [T], 1 for a table that gets no rows for absent ids; empty: none is one
   std::vector<float> initial_states;      // the number in each state of the optimizer
   std::vector<uint64_t*> score_blocks;    // of all tables
   std::vector<ScoreBlocks> scores;        // [T], or none; capacity 0: the table keeps no scores
@@ -64,6 +65,13 @@ struct PreparedTables {
     all.reserve(count());
     for (size_t t = 0; t < count(); ++t) all.push_back(rows<T>(t));
     return all;
+  }
+
+  // True if ids of a table that gets rows for them are absent; absent [T].
+  bool has_new(const int64_t* absent) const {
+    for (size_t t = 0; t < count(); ++t)
+      if (absent[t] > 0 && (frozen.empty() || frozen[t] == 0)) return true;
+    return false;
   }
 
   // The state number `s` of a table, a rule's state of this width.
@@ -126,8 +134,8 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
   }
 }
 
-// initial [T, 4]: kind, key, first column, 1 if ids without a row read as initial rows; parameters [T, 6]. states: the
-// number in each state of the optimizer.
+// initial [T, 4]: kind, key, first column, and the sum of 1 if ids without a row read as initial rows, and 2 if they
+// get no rows; parameters [T, 6]. states: the number in each state of the optimizer.
 inline void read_initial(const char* op, PreparedTables& tables, const Tensor& initial, const Tensor& parameters,
                          const std::vector<double>& states) {
   const auto count = static_cast<int64_t>(tables.count());
@@ -139,9 +147,11 @@ inline void read_initial(const char* op, PreparedTables& tables, const Tensor& i
              static_cast<int64_t>(states.size()));
   const int64_t* word = const_data<int64_t>(initial);
   const double* own = const_data<double>(parameters);
-  for (int64_t t = 0; t < count; ++t, word += 4, own += 6)
+  for (int64_t t = 0; t < count; ++t, word += 4, own += 6) {
     tables.initial.push_back(
-        {initial_rows_of(op, word[2], word[0], own), static_cast<uint64_t>(word[1]), word[2], word[3] != 0});
+        {initial_rows_of(op, word[2], word[0], own), static_cast<uint64_t>(word[1]), word[2], (word[3] & 1) != 0});
+    tables.frozen.push_back(word[3] >> 1 & 1);
+  }
   for (const double number : states) tables.initial_states.push_back(static_cast<float>(number));
 }
 

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "checks.h"
+#include "lookup/fill_new.h"
 #include "lookup/prepared_tables.h"
 #include "storage/id_map_arguments.h"
 #include "struct_kernel.h"
@@ -34,7 +36,7 @@ inline void check_maps(const char* op, const PreparedTables& tables) {
   check_size(op, "the number of maps", static_cast<int64_t>(tables.count()), static_cast<int64_t>(tables.maps.size()));
 }
 
-// The new ids of a call; what is of tables is on the host, the ids and the reused rows are on the device.
+// The new ids of a call; their ids and the reused rows are on the device.
 struct AddRowsCall {
   static constexpr const char* kOp = "add_rows_";
 
@@ -42,21 +44,25 @@ struct AddRowsCall {
 
   Tensor new_rows = arguments.read<Tensor>();
   Tensor new_ids = arguments.read<Tensor>();
-  Tensor new_offsets = arguments.read<Tensor>();
-  Tensor first_rows = arguments.read<Tensor>();
+  std::vector<int64_t> offsets = arguments.read<std::vector<int64_t>>();
+  std::vector<int64_t> first_rows = arguments.read<std::vector<int64_t>>();
   Tensor reused = arguments.read<Tensor>();
-  Tensor reused_offsets = arguments.read<Tensor>();
-  Tensor steps = arguments.read<Tensor>();
+  std::vector<int64_t> reused_offsets = arguments.read<std::vector<int64_t>>();
+  std::vector<int64_t> steps = arguments.read<std::vector<int64_t>>();
   std::optional<Tensor> counts = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> rows = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> new_index = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> places = arguments.read<std::optional<Tensor>>();
   Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
 
-  const int64_t* offsets() const { return const_data<int64_t>(new_offsets); }
-  const int64_t* again_offsets() const { return const_data<int64_t>(reused_offsets); }
-  const int64_t* firsts() const { return const_data<int64_t>(first_rows); }
-  const int64_t* seen() const { return const_data<int64_t>(steps); }
   const int64_t* first_counts() const { return counts ? const_data<int64_t>(*counts) : nullptr; }
-  int64_t count(size_t t) const { return offsets()[t + 1] - offsets()[t]; }
-  int64_t count_again(size_t t) const { return again_offsets()[t + 1] - again_offsets()[t]; }
+  int64_t count(size_t t) const { return offsets[t + 1] - offsets[t]; }
+  int64_t count_again(size_t t) const { return reused_offsets[t + 1] - reused_offsets[t]; }
+
+  FillNew fill_new(const int64_t* new_row) const {
+    return {const_data<int64_t>(*new_index), places ? const_data<int64_t>(*places) : nullptr, new_row, new_ids.numel(),
+            mutable_data<int64_t>(*rows)};
+  }
 
   void check() const {
     const auto size = static_cast<int64_t>(tables->count());
@@ -67,28 +73,37 @@ struct AddRowsCall {
     check_tensor(kOp, "new_rows", new_rows, ScalarType::Long, tables->device);
     check_size(kOp, "the number of new_rows", new_ids.numel(), new_rows.numel());
     check_tensor(kOp, "reused", reused, ScalarType::Long, tables->device);
-    check_table_offsets(kOp, new_offsets, size, new_ids.numel());
+    check_table_offsets(kOp, offsets, size, new_ids.numel());
     check_table_offsets(kOp, reused_offsets, size, reused.numel());
-    for (const Tensor* numbers : {&first_rows, &steps}) {
-      check_tensor(kOp, "first_rows and steps", *numbers, ScalarType::Long);
-      check_size(kOp, "the number of first_rows and steps", size, numbers->numel());
-    }
+    for (const std::vector<int64_t>* numbers : {&first_rows, &steps})
+      check_size(kOp, "the number of first_rows and steps", size, static_cast<int64_t>(numbers->size()));
     if (counts) {
       check_tensor(kOp, "counts", *counts, ScalarType::Long, tables->device);
       check_size(kOp, "the number of counts", new_ids.numel(), counts->numel());
     }
+    check_size(kOp, "1 with rows and 1 with new_index", rows.has_value(), new_index.has_value());
+    if (rows) {
+      check_tensor(kOp, "rows", *rows, ScalarType::Long, tables->device);
+      check_tensor(kOp, "new_index", *new_index, ScalarType::Long, tables->device);
+      check_size(kOp, "the number of new_index", rows->numel(), new_index->numel());
+    }
+    if (places) {
+      check_tensor(kOp, "places", *places, ScalarType::Long, tables->device);
+      check_size(kOp, "the number of places", new_ids.numel(), places->numel());
+    }
     for (size_t t = 0; t < tables->count(); ++t) {
-      const int64_t fresh = count(t) - count_again(t), first = firsts()[t];
+      const int64_t fresh = count(t) - count_again(t), first = first_rows[t];
       const int64_t capacity = capacity_of(*tables, t);
       TORCHREC_DYN_CHECK(fresh >= 0 && first >= 0 && (fresh == 0 || first <= capacity - fresh), kOp,
                          ": expected room for the new rows of each table, got ", fresh, " rows from ", first, " on of ",
                          capacity, ". Reserve them first.");
-      TORCHREC_DYN_CHECK(is_last_seen(seen()[t]) && seen()[t] >= 0, kOp, ": expected steps in [0, 2^32 - 1), got ",
-                         seen()[t], ".");
+      TORCHREC_DYN_CHECK(is_last_seen(steps[t]) && steps[t] >= 0, kOp, ": expected steps in [0, 2^32 - 1), got ",
+                         steps[t], ".");
     }
     SeparateMemory memory;
-    memory.writes(new_rows).reads(new_ids).reads(new_offsets).reads(first_rows).reads(reused).reads(reused_offsets);
-    memory.reads(steps).reads(counts).check(kOp, &tables->written);
+    if (rows) memory.writes(*rows);
+    memory.writes(new_rows).reads(new_ids).reads(reused).reads(counts).reads(new_index).reads(places);
+    memory.check(kOp, &tables->written);
   }
 };
 

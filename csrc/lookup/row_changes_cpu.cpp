@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "lookup/row_changes_arguments.h"
+#include "parallel.h"
 #include "storage/id_map_changes_cpu.h"
 #include "storage/initial_writes_cpu.h"
 
@@ -12,14 +13,14 @@ void number_rows(const AddRowsCall& call, int64_t* row) {
   const PreparedTables& tables = *call.tables;
   const int64_t* const again = const_data<int64_t>(call.reused);
   for (size_t t = 0; t < tables.count(); ++t)
-    for (int64_t i = call.again_offsets()[t]; i < call.again_offsets()[t + 1]; ++i) {
+    for (int64_t i = call.reused_offsets[t]; i < call.reused_offsets[t + 1]; ++i) {
       const int64_t capacity = capacity_of(tables, t);
       check_new_row(AddRowsCall::kOp, again[i] >= 0 && again[i] < capacity, again[i], capacity);
     }
   for (size_t t = 0; t < tables.count(); ++t) {
-    int64_t* next = row + call.offsets()[t];
-    for (int64_t i = call.again_offsets()[t]; i < call.again_offsets()[t + 1]; ++i) *next++ = again[i];
-    for (int64_t fresh = call.firsts()[t]; next < row + call.offsets()[t + 1]; ++fresh) *next++ = fresh;
+    int64_t* next = row + call.offsets[t];
+    for (int64_t i = call.reused_offsets[t]; i < call.reused_offsets[t + 1]; ++i) *next++ = again[i];
+    for (int64_t fresh = call.first_rows[t]; next < row + call.offsets[t + 1]; ++fresh) *next++ = fresh;
   }
 }
 
@@ -28,7 +29,7 @@ void init_rows(const AddRowsCall& call, const int64_t* id, const int64_t* row) {
   const RuleFacts facts = rule_facts(tables.optimizer);
   dispatch_row_type(AddRowsCall::kOp, tables.row_type, [&](auto zero) {
     for (size_t t = 0; t < tables.count(); ++t) {
-      const int64_t begin = call.offsets()[t], count = call.count(t);
+      const int64_t begin = call.offsets[t], count = call.count(t);
       if (count == 0) continue;
       const InitialTable& initial = tables.initial[t];
       write_initial_rows(initial.rows, initial.key, initial.first_column, id + begin, row + begin, count,
@@ -56,14 +57,20 @@ void add_rows_(const AddRowsCall& call) {
   const PreparedTables& tables = *call.tables;
   const int64_t* const id = const_data<int64_t>(call.new_ids);
   int64_t* const row = mutable_data<int64_t>(call.new_rows);
-  MapChange change(tables.maps, id, call.offsets());
+  MapChange change(tables.maps, id, call.offsets.data());
   number_rows(call, row);
   if (has_rows(tables)) init_rows(call, id, row);
   for (size_t t = 0; t < tables.count(); ++t)
     if (has_scores(tables, t))
-      write_scores(tables.scores[t], row, call.offsets()[t], call.offsets()[t + 1],
-                   [&](int64_t i) { return score_of(call.seen()[t], first_count(call.first_counts(), i)); });
+      write_scores(tables.scores[t], row, call.offsets[t], call.offsets[t + 1],
+                   [&](int64_t i) { return score_of(call.steps[t], first_count(call.first_counts(), i)); });
   check_inserted(AddRowsCall::kOp, change.insert(row));
+  if (!call.rows) return;
+  const FillNew fill = call.fill_new(row);
+  constexpr int64_t kFillGrain = 1 << 14;
+  for_each_range(call.rows->numel(), kFillGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) fill(i);
+  });
 }
 
 void remove_rows_(const RemoveRowsCall& call) {

@@ -42,7 +42,7 @@ void init_rows(DeviceCall& call, const AddRowsCall& given, const int64_t* all_id
     float* const* const device_states = sent.add(tables.states);
     sent.send();
     for (size_t t = 0; t < tables.count(); ++t) {
-      const int64_t begin = given.offsets()[t], n = given.count(t), first_block = tables.layout[t].first_block;
+      const int64_t begin = given.offsets[t], n = given.count(t), first_block = tables.layout[t].first_block;
       if (n == 0) continue;
       const int64_t *ids = all_ids + begin, *rows = all_rows + begin;
       write_rows(call, tables.initial[t], ids, rows, n, tables.rows<T>(t), device_weights + first_block,
@@ -71,17 +71,15 @@ void add_rows_(const AddRowsCall& given) {
   const int64_t n = given.new_ids.numel();
   if (n == 0) return;
   DeviceCall call(given.new_ids);
-  const std::vector<int64_t> offsets(given.offsets(), given.offsets() + count + 1);
-  const std::vector<int64_t> firsts(given.firsts(), given.firsts() + count);
-  const std::vector<int64_t> again(given.again_offsets(), given.again_offsets() + count + 1);
   const int64_t* const ids = const_data<int64_t>(given.new_ids);
   auto* const rows = mutable_data<int64_t>(given.new_rows);
   std::vector<int64_t> capacities;
   for (size_t t = 0; t < tables.count(); ++t) capacities.push_back(capacity_of(tables, t));
-  SentLists sent(call, bytes_of(offsets) + bytes_of(firsts) + bytes_of(again) + bytes_of(capacities));
-  const NumberNewRows number{sent.add(offsets),
-                             sent.add(firsts),
-                             sent.add(again),
+  SentLists sent(call, bytes_of(given.offsets) + bytes_of(given.first_rows) + bytes_of(given.reused_offsets) +
+                           bytes_of(capacities));
+  const NumberNewRows number{sent.add(given.offsets),
+                             sent.add(given.first_rows),
+                             sent.add(given.reused_offsets),
                              const_data<int64_t>(given.reused),
                              sent.add(capacities),
                              count,
@@ -91,11 +89,12 @@ void add_rows_(const AddRowsCall& given) {
   const int64_t* const first_bad = check_rows(call, rows, n);
   if (has_rows(tables)) init_rows(call, given, ids, rows);
   if (has_any_scores(tables)) {
-    const ScoredBatch batch{rows, send_scores(call, tables, given.offsets(), given.seen()),
+    const ScoredBatch batch{rows, send_scores(call, tables, given.offsets.data(), given.steps.data()),
                             call.errors(raise_new_row_error)};
     simt::launch(call.stream(), n, WriteFirstScores{batch, given.first_counts(), first_bad});
   }
-  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n, first_bad, raise_added_id_error);
+  insert_ids(call, send_maps(call, tables.maps, given.offsets.data()), ids, rows, n, first_bad, raise_added_id_error);
+  if (given.rows) simt::launch(call.stream(), given.rows->numel(), given.fill_new(rows));
   call.finish();
 }
 

@@ -1,4 +1,6 @@
 // The distinct absent ids of a lookup on the CPU, in the order in which they first occur, on all threads.
+#include "storage/collect_new_cpu.h"
+
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -7,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "checks.h"
 #include "kernel.h"
 #include "parallel.h"
 #include "process_hash.h"
@@ -116,20 +117,18 @@ std::vector<int> bits_of_tables(const std::vector<int64_t>& offsets) {
   return bits;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const Tensor& rows,
-                                                       const Tensor& table_offsets) {
-  const int64_t tables = table_offsets.numel() - 1;
-  TORCHREC_DYN_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
-  check_tensor("collect_new", "ids", ids, ScalarType::Long);
-  check_tensor("collect_new", "rows", rows, ScalarType::Long);
-  check_size("collect_new", "the number of rows", ids.numel(), rows.numel());
-  check_table_offsets("collect_new", table_offsets, tables, ids.numel());
-  const int64_t* id = const_data<int64_t>(ids);
-  const int64_t* row = const_data<int64_t>(rows);
-  Tensor new_index = new_int64(ids.numel());
-  int64_t* index = mutable_data<int64_t>(new_index);
+}  // namespace
 
-  const std::vector<Piece> pieces = pieces_of(const_data<int64_t>(table_offsets), tables);
+CollectedIds collect_new(const int64_t* ids, const int64_t* rows, const int64_t* table_offsets, int64_t tables,
+                         const int64_t* frozen) {
+  Tensor new_index = new_int64(table_offsets[tables]);
+  int64_t* index = mutable_data<int64_t>(new_index);
+  std::vector<Piece> pieces = pieces_of(table_offsets, tables);
+  if (frozen != nullptr)
+    std::erase_if(pieces, [&](const Piece& piece) {
+      if (frozen[piece.table] != 0) std::fill(index + piece.begin, index + piece.end, kNoRow);
+      return frozen[piece.table] != 0;
+    });
   const auto for_each_piece = [&](const auto& task) {
     for_each_task(static_cast<int64_t>(pieces.size()), [&](int64_t p) {
       const auto piece = static_cast<size_t>(p);
@@ -150,14 +149,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
 
   std::vector<int64_t> absent(pieces.size() + 1);  // the first absentee of each piece
   for_each_piece(
-      [&](const Piece& piece, size_t p) { absent[p + 1] = std::count(row + piece.begin, row + piece.end, kNoRow); });
+      [&](const Piece& piece, size_t p) { absent[p + 1] = std::count(rows + piece.begin, rows + piece.end, kNoRow); });
   const std::vector<int64_t> absent_offsets = add_up(absent);
   const Absentees list(absent.back());
-  for_each_piece([&](const Piece& piece, size_t p) { list_absent(id, row, piece, absent[p], list, index); });
+  for_each_piece([&](const Piece& piece, size_t p) { list_absent(ids, rows, piece, absent[p], list, index); });
   const Parts parts(absent_offsets.data(), bits_of_tables(absent_offsets), list.hashes.get(),
                     [](int64_t count, const auto& task) { for_each_task(count, task); });
   for_each_task(static_cast<int64_t>(parts.all().size()),
-                [&](int64_t p) { find_firsts(id, parts.all()[static_cast<size_t>(p)], list); });
+                [&](int64_t p) { find_firsts(ids, parts.all()[static_cast<size_t>(p)], list); });
 
   const auto for_each_absentee = [&](const auto& task) {
     for_each_piece([&](const Piece&, size_t p) {
@@ -168,10 +167,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   std::vector<int64_t> fresh(pieces.size() + 1);  // the place in new_ids of the next new id of each piece
   for_each_absentee([&](size_t p, size_t i, size_t first) { fresh[p + 1] += i == first; });
   const std::vector<int64_t> offsets = add_up(fresh);
-  Tensor new_offsets = new_int64(tables + 1);
   Tensor new_ids = new_int64(fresh.back());
   Tensor new_counts = new_int64(fresh.back());
-  std::copy(offsets.begin(), offsets.end(), mutable_data<int64_t>(new_offsets));
   int64_t* new_id = mutable_data<int64_t>(new_ids);
   int64_t* new_count = mutable_data<int64_t>(new_counts);
   for_each_piece([&](const Piece&, size_t p) {
@@ -180,16 +177,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
     int64_t* const numbers = list.numbers.get();
     const auto is_first = [firsts](int64_t i) { return firsts[i] == i; };
     for_wanted(absent[p], absent[p + 1], fresh[p], is_first, [=](int64_t i, int64_t place) {
-      new_id[place] = id[positions[i]];
+      new_id[place] = ids[positions[i]];
       new_count[place] = std::exchange(numbers[i], place);
     });
   });
   for_each_absentee([&](size_t, size_t i, size_t first) { index[list.positions[i]] = list.numbers[first]; });
-  return {new_ids, new_counts, new_offsets, new_index};
+  return {new_ids, new_counts, new_index, offsets};
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new_ids(const Tensor& ids, const Tensor& rows,
+                                                           const Tensor& table_offsets) {
+  const int64_t tables = table_offsets.numel() - 1;
+  TORCHREC_DYN_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
+  check_tensor("collect_new", "ids", ids, ScalarType::Long);
+  check_tensor("collect_new", "rows", rows, ScalarType::Long);
+  check_size("collect_new", "the number of rows", ids.numel(), rows.numel());
+  check_table_offsets("collect_new", table_offsets, tables, ids.numel());
+  const CollectedIds found = collect_new(const_data<int64_t>(ids), const_data<int64_t>(rows),
+                                         const_data<int64_t>(table_offsets), tables, nullptr);
+  Tensor new_offsets = new_int64(tables + 1);
+  std::copy(found.offsets.begin(), found.offsets.end(), mutable_data<int64_t>(new_offsets));
+  return {found.ids, found.counts, new_offsets, found.index};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_KERNEL("collect_new", &collect_new)); }
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_KERNEL("collect_new", &collect_new_ids)); }
 
 }  // namespace torchrec_dyn

@@ -15,24 +15,32 @@
 
 namespace torchrec_dyn {
 
-// The ids of a batch and what is found of them, in three launches.
-struct NewIds {
-  SlotHash hash;
+// The ids of a batch.
+struct FoundIds {
   const int64_t* ids;
   const int64_t* rows;
-  const int64_t* offsets;  // [tables + 1]: where the ids of each table begin
+  const int64_t* offsets;   // [tables + 1]: where the ids of each table begin
+  const int64_t* frozen;    // null, or [tables]: 1 for a table whose ids are not listed
+  const int64_t* is_wrong;  // null, or a word: if it is not 0 the offsets are wrong, and no id is listed
   int64_t tables;
-  int64_t count;    // of ids
+  int64_t count;  // of ids
+};
+
+// What is found of them, in three launches.
+struct NewIds : FoundIds {
+  SlotHash hash;
   int64_t* words;   // [2 * count], 0 at first
   int64_t* index;   // [count]: of an absent id its word, then its first position, then its place in new_ids; else -1
   int64_t* times;   // [count], 0 at first: of a first position, the occurrences of its id
   int64_t* places;  // [count + 1]: 1 for a first position, else 0; then the sums of these
 
-  TORCHREC_DYN_BOTH bool is_absent(int64_t i) const { return rows[i] == kNoRow; }
+  TORCHREC_DYN_BOTH bool has_offsets() const { return is_wrong == nullptr || *is_wrong == 0; }
+  TORCHREC_DYN_BOTH bool is_listed(int64_t i) const { return rows[i] == kNoRow && has_offsets(); }
 
-  // The word of id `i`.
+  // The word of id `i`; kNoRow if it is not listed.
   TORCHREC_DYN_BOTH int64_t claim_word(int64_t i) const {
     const int64_t table = table_of(i, tables, [this](int64_t t) { return offsets[t]; });
+    if (frozen != nullptr && frozen[table] != 0) return kNoRow;
     const int64_t begin = 2 * offsets[table];
     const int64_t capacity = 2 * offsets[table + 1] - begin;
     int64_t word = begin + home_slot(hash(ids[i]), capacity);
@@ -51,7 +59,7 @@ struct NewIds {
 struct ClaimWords {
   NewIds found;
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    found.index[i] = found.is_absent(i) ? found.claim_word(i) : kNoRow;
+    found.index[i] = found.is_listed(i) ? found.claim_word(i) : kNoRow;
   }
 };
 
@@ -72,7 +80,9 @@ struct CountFirsts {
 struct ReadOffsets {
   NewIds found;
   int64_t* new_offsets;
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const { new_offsets[i] = found.places[found.offsets[i]]; }
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    new_offsets[i] = found.has_offsets() ? found.places[found.offsets[i]] : 0;
+  }
 };
 
 struct ListNew {

@@ -85,16 +85,27 @@ inline void raise_insert_error(const int64_t* words) {
   check_inserted("insert", false);
 }
 
-inline void check_new_index(bool is_below, int64_t new_rows) {
-  TORCHREC_DYN_CHECK(is_below, "fill_new_: expected new_index < ", new_rows, ", got a larger one.");
+inline void check_capacity(const char* op, int64_t capacity) {
+  TORCHREC_DYN_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0, op,
+                     ": expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
+                     capacity, ".");
 }
 
-inline void raise_new_index_error(const int64_t* words) { check_new_index(false, words[0]); }
+// The arrays of a call of grown_slots.
+inline std::vector<SlotArray> arrays_to_grow(const std::vector<Tensor>& slots, const std::vector<int64_t>& capacities,
+                                             const std::vector<int64_t>& keys, const Device& device) {
+  const char* op = "grown_slots";
+  check_size(op, "the number of capacities", static_cast<int64_t>(slots.size()),
+             static_cast<int64_t>(capacities.size()));
+  check_size(op, "the number of keys", static_cast<int64_t>(slots.size()), static_cast<int64_t>(keys.size()));
+  for (const int64_t capacity : capacities) check_capacity(op, capacity);
+  std::vector<SlotArray> arrays;
+  for (const Tensor& array : slots) arrays.push_back(array_of(op, "slots", array, device));
+  return arrays;
+}
 
-inline void check_new_capacity(int64_t capacity) {
-  TORCHREC_DYN_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
-                     "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
-                     capacity, ".");
+inline void check_grown(bool fits) {
+  TORCHREC_DYN_CHECK(fits, "grown_slots: expected an empty slot for every id, got a capacity that is too small.");
 }
 
 inline void check_move(const SlotArray& from, const SlotArray& to, int64_t moved) {
@@ -109,7 +120,7 @@ inline void check_moved(bool fits) {
   TORCHREC_DYN_CHECK(fits, "move_slots: expected an empty slot for every id, got a full map.");
 }
 
-inline void raise_full_map(const int64_t*) { check_moved(false); }
+inline void raise_full_map(const int64_t*) { check_grown(false); }
 
 inline void check_cell_bits(int64_t bits) {
   TORCHREC_DYN_CHECK(bits >= 0 && bits <= kMostCellBits, "count_cells: expected bits in [0, ", kMostCellBits, "], got ",

@@ -19,8 +19,6 @@
 namespace torchrec_dyn {
 namespace {
 
-constexpr int64_t kFillGrain = 1 << 14;
-
 TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) noexcept {
   for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
 }
@@ -63,29 +61,6 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   check_inserted("insert", MapChange(maps, id, offset).insert(row));
 }
 
-void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
-  check_tensor("fill_new_", "rows", rows, ScalarType::Long);
-  check_tensor("fill_new_", "new_index", new_index, ScalarType::Long);
-  check_tensor("fill_new_", "new_rows", new_rows, ScalarType::Long);
-  check_size("fill_new_", "the number of new_index", rows.numel(), new_index.numel());
-  const int64_t fresh = new_rows.numel();
-  const int64_t* index = const_data<int64_t>(new_index);
-  const int64_t* fresh_row = const_data<int64_t>(new_rows);
-  int64_t* row = mutable_data<int64_t>(rows);
-  SeparateMemory().writes(rows).reads(new_index).reads(new_rows).check("fill_new_");
-  std::atomic<bool> outside{false};
-  for_each_range(rows.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
-    bool inside = true;
-    for (int64_t i = begin; i < end; ++i) inside &= index[i] < fresh;
-    if (!inside) outside = true;
-  });
-  check_new_index(!outside, fresh);
-  for_each_range(rows.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      if (index[i] >= 0) row[i] = fresh_row[index[i]];
-  });
-}
-
 Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
   check_tensor("erase", "ids", ids, ScalarType::Long);
   const std::vector<IdMapView> maps{one_map("erase", slots, moved)};
@@ -96,11 +71,31 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   return rows;
 }
 
-Tensor new_slots(const Tensor& slots, int64_t capacity) {
-  array_of("new_slots", "slots", slots);
-  check_new_capacity(capacity);
+Tensor empty_slots(int64_t capacity) {
   const ZeroedMemory memory = take_zeroed_memory(capacity * static_cast<int64_t>(sizeof(Slot)));
   return tensor_of(memory.begin, {capacity, 2}, {2, 1}, ScalarType::Long, [memory] { free_zeroed_memory(memory); });
+}
+
+Tensor new_slots(const Tensor& slots, int64_t capacity) {
+  array_of("new_slots", "slots", slots);
+  check_capacity("new_slots", capacity);
+  return empty_slots(capacity);
+}
+
+std::vector<Tensor> grown_slots(std::vector<Tensor> slots, std::vector<int64_t> capacities, std::vector<int64_t> keys) {
+  const std::vector<SlotArray> from = arrays_to_grow(slots, capacities, keys, DeviceType::CPU);
+  std::vector<Tensor> grown;
+  for (const int64_t capacity : capacities) grown.push_back(empty_slots(capacity));
+  std::atomic<bool> fits{true};
+  for_each_task(static_cast<int64_t>(from.size()), [&](int64_t m) {
+    const auto map = static_cast<size_t>(m);
+    const SlotArray to{static_cast<Slot*>(grown[map].mutable_data_ptr()), capacities[map]};
+    const SlotHash hash = SlotHash::of(keys[map]);
+    for (const Slot* slot = from[map].slots; slot != from[map].slots + from[map].capacity; ++slot)
+      if (!slot->is_empty() && !insert_absent(to, slot->id, slot->row(), hash(slot->id))) fits = false;
+  });
+  check_grown(fits);
+  return grown;
 }
 
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
@@ -175,9 +170,9 @@ STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("mix64", &mix64_ids));
   m.impl(TORCHREC_DYN_KERNEL("lookup", &lookup));
   m.impl(TORCHREC_DYN_KERNEL("insert", &insert));
-  m.impl(TORCHREC_DYN_KERNEL("fill_new_", &fill_new_));
   m.impl(TORCHREC_DYN_KERNEL("erase", &erase));
   m.impl(TORCHREC_DYN_KERNEL("new_slots", &new_slots));
+  m.impl(TORCHREC_DYN_KERNEL("grown_slots", &grown_slots));
   m.impl(TORCHREC_DYN_KERNEL("move_slots", &move_slots));
   m.impl(TORCHREC_DYN_KERNEL("probe_lengths", &probe_lengths));
 }

@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   if (ids.numel() == 0) return {rows, absent};
   simt::launch(call.stream(), ids.numel(),
                FindRows{const_data<int64_t>(ids), send_maps(call, views, const_data<int64_t>(table_offsets)), nullptr,
-                        nullptr, mutable_data<int64_t>(rows), mutable_data<int64_t>(absent), simt::error_record()});
+                        mutable_data<int64_t>(rows), mutable_data<int64_t>(absent), simt::error_record()});
   return {rows, absent};
 }
 
@@ -57,22 +57,6 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   call.finish();
 }
 
-void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
-  check_tensor("fill_new_", "rows", rows, ScalarType::Long, kDevice);
-  check_tensor("fill_new_", "new_index", new_index, ScalarType::Long, rows.device());
-  check_tensor("fill_new_", "new_rows", new_rows, ScalarType::Long, rows.device());
-  check_size("fill_new_", "the number of new_index", rows.numel(), new_index.numel());
-  SeparateMemory().writes(rows).reads(new_index).reads(new_rows).check("fill_new_");
-  if (rows.numel() == 0) return;
-  DeviceCall call(rows);
-  const CheckNewIndex check{const_data<int64_t>(new_index), new_rows.numel(), call.zeros<int64_t>(1)};
-  simt::launch(call.stream(), rows.numel(), check);
-  simt::launch(
-      call.stream(), rows.numel(),
-      FillNew{check, const_data<int64_t>(new_rows), mutable_data<int64_t>(rows), call.errors(raise_new_index_error)});
-  call.finish();
-}
-
 Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
   check_tensor("erase", "ids", ids, ScalarType::Long, kDevice);
   const std::vector<IdMapView> maps{one_map("erase", slots, moved, ids.device())};
@@ -85,32 +69,31 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   return rows;
 }
 
-Tensor new_slots(const Tensor& slots, int64_t capacity) {
-  array_of("new_slots", "slots", slots, kDevice);
-  check_new_capacity(capacity);
-  const DeviceCall call(slots);
+Tensor empty_slots(const DeviceCall& call, int64_t capacity) {
   Tensor made = new_device_tensor({capacity, 2});
   simt::fill_zero(call.stream(), made.mutable_data_ptr(), capacity * static_cast<int64_t>(sizeof(Slot)));
   return made;
 }
 
-// Moves all slots at once, wherever `until` is: the map never has two arrays after a call.
-Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
-  const SlotArray from = array_of("move_slots", "outgoing", outgoing, kDevice);
-  const SlotArray to = array_of("move_slots", "slots", slots, outgoing.device());
-  check_move(from, to, moved);
-  SeparateMemory().writes(outgoing).writes(slots).check("move_slots");
-  Tensor moved_now = new_int64(1);  // `moved` of other ops is on the CPU, too
-  int64_t& end = mutable_data<int64_t>(moved_now)[0] = moved;
-  if (std::min(until, from.capacity) <= moved) return moved_now;
-  DeviceCall call(slots);
-  auto* left_out = call.zeros<int64_t>(1);
-  // Slots before `moved` are empty, or hold ids that wrap around the end.
-  simt::launch(call.stream(), from.capacity, MoveSlots{from, to, SlotHash::of(key), left_out});
-  simt::launch(call.stream(), from.capacity, EmptyMoved{from, left_out, call.errors(raise_full_map)});
+Tensor new_slots(const Tensor& slots, int64_t capacity) {
+  array_of("new_slots", "slots", slots, kDevice);
+  check_capacity("new_slots", capacity);
+  return empty_slots(DeviceCall(slots), capacity);
+}
+
+std::vector<Tensor> grown_slots(std::vector<Tensor> slots, std::vector<int64_t> capacities, std::vector<int64_t> keys) {
+  if (slots.empty()) return {};
+  const std::vector<SlotArray> from = arrays_to_grow(slots, capacities, keys, slots.front().device());
+  const DeviceCall call(slots.front());
+  std::vector<Tensor> grown;
+  for (const int64_t capacity : capacities) grown.push_back(empty_slots(call, capacity));
+  for (size_t m = 0; m < from.size(); ++m) {
+    const SlotArray to{static_cast<Slot*>(grown[m].mutable_data_ptr()), capacities[m]};
+    simt::launch(call.stream(), from[m].capacity,
+                 CopySlots{from[m], to, SlotHash::of(keys[m]), call.errors(raise_full_map)});
+  }
   call.finish();
-  end = from.capacity;
-  return moved_now;
+  return grown;
 }
 
 Tensor probe_lengths(const Tensor& slots, int64_t every, int64_t key) {
@@ -133,10 +116,9 @@ TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("mix64", &mix64_ids));
   m.impl(TORCHREC_DYN_KERNEL("lookup", &lookup));
   m.impl(TORCHREC_DYN_KERNEL("insert", &insert));
-  m.impl(TORCHREC_DYN_KERNEL("fill_new_", &fill_new_));
   m.impl(TORCHREC_DYN_KERNEL("erase", &erase));
   m.impl(TORCHREC_DYN_KERNEL("new_slots", &new_slots));
-  m.impl(TORCHREC_DYN_KERNEL("move_slots", &move_slots));
+  m.impl(TORCHREC_DYN_KERNEL("grown_slots", &grown_slots));
   m.impl(TORCHREC_DYN_KERNEL("probe_lengths", &probe_lengths));
 }
 

@@ -46,17 +46,14 @@ struct TableMaps {
 struct FindRows {
   const int64_t* ids;
   TableMaps maps;
-  // Where the ids of each feature begin, and the first feature of each table; null: as `maps` says. Not checked: the
-  // table is in range.
-  const int64_t* begins;
-  const int64_t* first_features;
+  const int64_t* table_offsets;  // where the ids of each table begin, not checked; null: as `maps` says
   int64_t* rows;
   int64_t* absent;              // by tables
   const int64_t* error_record;  // of the GPU
 
   TORCHREC_DYN_BOTH int64_t table_of(int64_t i) const {
-    if (begins == nullptr) return maps.table_of(i);
-    return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[first_features[table]]; });
+    if (table_offsets == nullptr) return maps.table_of(i);
+    return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return table_offsets[table]; });
   }
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
@@ -116,30 +113,16 @@ struct InsertIds {
   }
 };
 
-struct MoveSlots {
+// Copies the ids of a map to a larger array of empty slots.
+struct CopySlots {
   SlotArray from;
   SlotArray to;
   SlotHash hash;
-  int64_t* left_out;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const Slot slot = from.slots[i];
-    if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place, hash(slot.id)))
-      simt::warp_aggregated_increment(left_out);
-  }
-};
-
-// After MoveSlots: empties the slots that have moved. The ids of a map that does not fit stay.
-struct EmptyMoved {
-  SlotArray from;
-  const int64_t* left_out;
   ErrorReport error;  // no words
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*left_out == 0)
-      from.slots[i] = Slot{};
-    else if (i == 0)
-      error.report();
+    const Slot slot = from.slots[i];
+    if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place, hash(slot.id))) error.report();
   }
 };
 
@@ -273,29 +256,6 @@ struct SumProbeLengths {
     simt::atomic_add(lengths, ids);
     simt::atomic_add(lengths + 1, sum);
     simt::atomic_max(lengths + 2, longest);
-  }
-};
-
-struct CheckNewIndex {
-  const int64_t* new_index;
-  int64_t new_rows;  // number of them
-  int64_t* bad;      // 0, or -1 if a number is too large
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (new_index[i] >= new_rows) simt::atomic_min(bad, -1);
-  }
-};
-
-struct FillNew {
-  CheckNewIndex check;
-  const int64_t* new_rows;
-  int64_t* rows;
-  ErrorReport error;  // number of new rows
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (i == 0 && *check.bad != 0) error.report(check.new_rows);
-    const int64_t* new_index = check.new_index;
-    if (*check.bad == 0 && new_index[i] >= 0) rows[i] = new_rows[new_index[i]];
   }
 };
 

@@ -264,14 +264,10 @@ def save_after_an_error():
     with MockDevice() as device:
         twins = ShardedTwins(device, case_of())
         twins.train(0)
-        if dist.get_rank():  # an op that finds a wrong position, and does not wait to say so
-            numbers = [
-                torch.zeros(2, dtype=torch.int64),
-                torch.tensor([0, 9]),
-                torch.zeros(1).long(),
-            ]
-            ops.fill_new_(*map(device.of, numbers))
-        with pytest.raises((RuntimeError, ValueError), match=r"rank=1\).*fill_new_"):
+        if dist.get_rank():  # an op that finds no slot for an id, and does not wait to say so
+            full = device.of(torch.ones(8, 2, dtype=torch.int64))
+            ops.grown_slots([full], [4], [0])
+        with pytest.raises((RuntimeError, ValueError), match=r"rank=1\).*grown_slots"):
             twins.models[1].state_dict()
         return len(twins.models[1].state_dict())
 

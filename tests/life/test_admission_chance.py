@@ -19,8 +19,8 @@ NO_COUNTERS = torch.empty(0, dtype=torch.int64)
 def admitted(ids, counts, key, step, probability):
     """Returns which ids [M] with so many occurrences are admitted, [M] bool."""
     rules = AdmissionRules([AdmissionRule(dyn.AdmitWithProbability(probability), key, False)])
-    new = (ids, counts, torch.tensor([0, ids.numel()]))
-    places = rules.admit(new, None, NO_COUNTERS, lambda _: step).places
+    new = ids, counts, [0, ids.numel()]
+    places = rules.admit(*new, None, NO_COUNTERS, lambda _: step).places
     return torch.zeros(ids.numel(), dtype=torch.bool).index_fill(0, places, True)
 
 

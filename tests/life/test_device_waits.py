@@ -16,8 +16,8 @@ pytestmark = pytest.mark.mock_only
 def test_admission_waits_once(probability):
     with MockDevice() as device:
         rules = AdmissionRules([AdmissionRule(dyn.AdmitWithProbability(probability), 3, False)])
-        new = (device.of(ids_of(5, 6)), device.of(ids_of(1, 5000)), ids_of(0, 2))
-        rules.admit(new, None, torch.empty(0, dtype=torch.int64), lambda _: 7)
+        new = device.of(ids_of(5, 6)), device.of(ids_of(1, 5000)), [0, 2]
+        rules.admit(*new, None, torch.empty(0, dtype=torch.int64), lambda _: 7)
         assert [note.op for note in device.reads] == ["admit"] and device.mixed == []
 
 

@@ -228,18 +228,20 @@ def step_of(module, ids):
 @pytest.mark.mock_only
 @pytest.mark.parametrize("count", [1, SEVERAL])
 @pytest.mark.parametrize("kind", ["pooled", "sequence"])
-def test_the_host_waits_once_in_a_step_and_twice_with_new_ids(device, kind, count):
+def test_the_host_waits_once_in_a_step_and_twice_with_new_ids_after_none_for_long(
+    device, kind, count
+):
     collection, config = {
         "pooled": (dyn.DynamicEmbeddingBagCollection, EmbeddingBagConfig),
         "sequence": (dyn.DynamicEmbeddingCollection, EmbeddingConfig),
     }[kind]
     module = collection(configs(config, count), device="cuda", fused_params=fused())
-    step = step_of(module, torch.arange(5))
-    for _ in range(2):
-        reads = waits(device, step)
-    assert [note.op for note in reads] == ["find_and_pool"], reads
-    reads = waits(device, step_of(module, torch.arange(3, 9)))
-    assert [note.op for note in reads] == ["find_and_pool", "collect_new"], reads
+    for last in (5, 5, 9, 14, *[20] * 17, 20):
+        reads = waits(device, step_of(module, torch.arange(last)))
+        assert [note.op for note in reads] == ["find_and_pool"], reads
+    for last, often in ((21, 2), (22, 1)):
+        reads = waits(device, step_of(module, torch.arange(last)))
+        assert [note.op for note in reads] == ["find_and_pool"] * often, reads
 
 
 @pytest.mark.mock_only

@@ -21,10 +21,7 @@ def filled(library):
     slots = library.new_slots(torch.empty(0, 2, dtype=I64), 800)
     blocks = [torch.empty(1 << SHIFT, COLUMNS) for _ in range(15)]
     library.insert(ids[:500], torch.arange(500), ids_of(0, 500), [slots], WHOLE)
-    grown = library.new_slots(slots, 1500)
-    moved = 0
-    while moved < len(slots):
-        moved = int(library.move_slots(slots, grown, moved, len(slots)))
+    [grown] = library.grown_slots([slots], [1500], [0])
     left = library.erase(ids[100:300], [grown], WHOLE)
     library.insert(
         ids[500:], torch.cat([left, torch.arange(500, 700)]), ids_of(0, 400), [grown], WHOLE

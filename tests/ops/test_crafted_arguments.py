@@ -70,8 +70,6 @@ HARMLESS = {
     ]
     for how in ("size", "nothing")
 } | {
-    ("fill_new_", "new_rows", "size"),
-    ("fill_new_", "new_rows", "strides"),  # one
     ("erase", "moved", "strides"),
     ("add_rows_", "reused", "strides"),  # one
     ("admit", "counters", "strides"),  # one
@@ -126,7 +124,10 @@ WRONG = [
     ("insert", {"new_rows": whole(3, 2**63 - 1)}, r"rows in \[0, 2\^63 - 1\), got 92"),
     ("insert", {"slots": [torch.full((4, 2), 1) for _ in "ab"]}, "an empty slot for every new id"),
     ("insert", {"slots": [torch.empty(0, 2, dtype=I64)] * 2}, "an empty slot for every new id"),
-    ("fill_new_", {"new_index": whole(-1, 1)}, "new_index < 1, got a larger one"),
+    ("grown_slots", {"capacities": [12]}, "the number of capacities = 2, got 1"),
+    ("grown_slots", {"keys": [0, 0, 0]}, "the number of keys = 2, got 3"),
+    ("grown_slots", {"capacities": [12, 6]}, r"a capacity in \[4, 2\^48\), a multiple of 4, got 6"),
+    ("grown_slots", {"slots": [torch.full((8, 2), 1)] * 2}, "an empty slot for every id, got a cap"),
     ("grow_block", {"rows": 3}, r"rows in \[4, 9\], got 3"),
     ("grow_block", {"rows": 10}, r"rows in \[4, 9\], got 10"),
     ("grow_block", {"rows": 0, "block": torch.ones(0, 3)}, r"rows in \[1, 9\], got 0"),
@@ -135,6 +136,7 @@ WRONG = [
     ("grow_block", {"block": torch.ones(4)}, r"shape \[R, D\] with D > 0, got 1 dim"),
     ("prepare_tables", {"slots": filled_slots()[:1], "moved": whole(-1)}, "the number of maps = 2, got 1"),
     ("find_and_pool", {"tables": whole(1)}, "the result of prepare_tables in this process"),
+    ("find_and_pool", {"collects": 3}, r"collects in \[0, 2\], got 3"),
     ("find_and_pool", {"pools": 3}, r"pools in \[0, 2\], got 3"),
     ("find_and_pool", {"elements": -1}, "elements >= 0, got -1"),
     ("find_and_pool", {"elements": 11}, "the elements that the segments cover = 11, got 10"),
@@ -177,13 +179,18 @@ WRONG = [
       for wrong in (-2, 2**32 - 1)),
     *(("write_scores_", {"counts": whole(0, wrong, 0, wrong, 0, 0)}, r"counts in .*, got row 7")
       for wrong in (-1, 2**32)),
-    ("add_rows_", {"first_rows": whole(8, 0)}, "room for the new rows .*, got 1 rows from 8 on of 8. Res"),
-    ("add_rows_", {"first_rows": whole(-1, 0)}, "room for the new rows .*, got 1 rows from -1 on"),
-    ("add_rows_", {"first_rows": whole(2**63 - 1, 0)}, "room for the new rows .*, got 1 rows from 92"),
-    ("add_rows_", {"reused": whole(1, 2, 3), "reused_offsets": whole(0, 3, 3)}, "room .*, got -1 rows"),
-    ("add_rows_", {"steps": whole(9, 2**32 - 1)}, r"steps in \[0, 2\^32 - 1\), got 4294967295"),
-    ("add_rows_", {"steps": whole(-1, 9)}, r"steps in \[0, 2\^32 - 1\), got -1"),
+    ("add_rows_", {"first_rows": [8, 0]}, "room for the new rows .*, got 1 rows from 8 on of 8. Res"),
+    ("add_rows_", {"first_rows": [-1, 0]}, "room for the new rows .*, got 1 rows from -1 on"),
+    ("add_rows_", {"first_rows": [2**63 - 1, 0]}, "room for the new rows .*, got 1 rows from 92"),
+    ("add_rows_", {"reused": whole(1, 2, 3), "reused_offsets": [0, 3, 3]}, "room .*, got -1 rows"),
+    ("add_rows_", {"steps": [9, 2**32 - 1]}, r"steps in \[0, 2\^32 - 1\), got 4294967295"),
+    ("add_rows_", {"steps": [-1, 9]}, r"steps in \[0, 2\^32 - 1\), got -1"),
     ("add_rows_", {"counts": whole(1, 2)}, "the number of counts = 3, got 2"),
+    ("add_rows_", {"new_offsets": [0, 4, 3]}, "ascending table_offsets, got 4 before 3"),
+    ("add_rows_", {"reused_offsets": [0, 1]}, "the number of table_offsets = 3, got 2"),
+    ("add_rows_", {"first_rows": [6]}, "the number of first_rows and steps = 2, got 1"),
+    ("add_rows_", {"rows": None}, "1 with rows and 1 with new_index = 0, got 1"),
+    ("add_rows_", {"places": whole(0)}, "the number of places = 3, got 1"),
     ("add_rows_", {"tables": whole(3)}, "the result of prepare_tables"),
     ("remove_rows_", {"rows": whole(0, 8, 0)}, r"rows in \[0, 8\), got 8"),
     ("remove_rows_", {"rows": whole(0, 2, -1)}, r"rows in \[0, 4\), got -1"),
@@ -511,9 +518,8 @@ def test_a_map_in_a_file_grows_without_its_old_ids(tmp_path):
 
 
 @pytest.mark.usefixtures("device")
-def test_places_of_a_damaged_map_move_as_they_are():
+def test_places_of_a_damaged_map_are_copied_as_they_are():
     """Adding 1 to the row of place -2^63 overflowed (seen under UBSan)."""
-    outgoing = torch.stack([torch.arange(8), torch.full((8,), -(2**63))], 1)
-    slots = ops.new_slots(outgoing, 8)
-    assert ops.move_slots(outgoing, slots, 0, 8).item() == 8
+    damaged = torch.stack([torch.arange(8), torch.full((8,), -(2**63))], 1)
+    [slots] = ops.grown_slots([damaged], [8], [0])
     assert sorted(slots.tolist()) == [[id, -(2**63)] for id in range(8)]

@@ -18,7 +18,7 @@ FAR = 2**63 - 1
 WRONG = [
     ("insert", {"new_rows": whole(-5, FAR)}),
     ("insert", {"slots": [torch.empty(0, 2, dtype=I64)] * 2}),
-    ("fill_new_", {"new_index": whole(FAR, 0)}),
+    ("grown_slots", {"slots": [torch.ones(8, 2, dtype=I64)] * 2, "capacities": [8, 4]}),
     ("init_rows_", {"rows": whole(12, -1)}),
     ("gather_rows", {"rows": whole(-2)}),
     ("scatter_rows_", {"rows": whole(0, FAR)}),

@@ -46,11 +46,18 @@ def test_find_and_pool_is_a_lookup_and_a_gather(seed):
         elements = len(ids) * width
     lists = rows, own, batch["bag_weights"], tables["weights"], tables["layout"], segments
     expected = CPU.gather_pool(*lists, batch["mean"], elements, batch["dtype"])
-    for pools in (0, 1, 2):
-        out, found, bags, numbers = ops.find_and_pool(**prepared({**tables, **batch}, pools=pools))
+    new_ids, new_counts, new_offsets, new_index = CPU.collect_new(ids, rows, begins_of_tables)
+    for pools, collects in ((0, 2), (1, 1), (2, 0), (1, 2)):
+        given = prepared({**tables, **batch}, pools=pools, collects=collects)
+        out, found, bags, numbers, *new = ops.find_and_pool(**given)
         assert torch.equal(found, rows)
         assert torch.equal(bags, offsets)
-        assert torch.equal(numbers, torch.cat([begins, absent, whole(0)]))
+        lists = collects and absent.any()
+        expected_new = new_offsets if lists else torch.zeros_like(new_offsets)
+        parts = [begins, begins_of_tables, absent, expected_new, whole(0)]
+        assert torch.equal(numbers, torch.cat(parts))
+        for got, wanted in zip(new, (new_ids, new_counts, new_index), strict=True):
+            assert torch.equal(got, wanted if lists else whole())
         assert (out.dtype, len(out)) == (batch["dtype"], elements if pools else 0)
         if pools == 2 or (pools == 1 and not (is_on_cpu() and absent.any())):
             assert_same(out, expected)
@@ -66,14 +73,15 @@ OFFSETS = [(0, 2, 3, 3, 5), (0, 2, 1, 3, 5), (1, 2, 3, 3, 5), (0, 2, 3, 3, 6), (
     lengths=st.none() | st.sampled_from(LENGTHS) | st.tuples(*[wild] * 4),
     offsets=st.sampled_from([None, *OFFSETS]) | st.tuples(*[wild] * 5),
     pools=st.integers(0, 2),
+    collects=st.integers(0, 2),
     is_sequence=st.booleans(),
 )
-def test_wrong_lengths_and_offsets_are_flagged(lengths, offsets, pools, is_sequence):
+def test_wrong_lengths_and_offsets_are_flagged(lengths, offsets, pools, collects, is_sequence):
     if lengths is None and offsets is None:
         offsets = OFFSETS[0]
     sums = offsets if lengths is None else (0, *itertools.accumulate(lengths))
     is_right = offsets in (None, sums) and sums[::4] == (0, 5) and [*sums] == sorted(sums)
-    tables, batch = TABLES(), find_sample(pools=pools)
+    tables, batch = TABLES(), find_sample(pools=pools, collects=collects)
     if is_sequence:
         tables["layout"][1, 3], tables["weights"][2], batch["segments"] = 3, torch.ones(4, 3), None
     before, numbers = copies(tables), (*(lengths or ()), *(offsets or ()))
@@ -81,9 +89,10 @@ def test_wrong_lengths_and_offsets_are_flagged(lengths, offsets, pools, is_seque
     for dtype in (torch.int64, torch.int32)[: 1 + fits]:
         for name, sent in (("lengths", lengths), ("offsets", offsets)):
             batch[name] = sent and torch.tensor(sent, dtype=dtype)
-        _, rows, _, numbers = ops.find_and_pool(**prepared(batch | tables))
+        _, rows, _, numbers, *new = ops.find_and_pool(**prepared(batch | tables))
         assert numbers[-1] == (not is_right)
-        assert not is_right or rows.tolist().count(-1) == numbers[-3:-1].sum()
+        assert not is_right or rows.tolist().count(-1) == numbers[-6:-4].sum()
+        assert is_right or [len(one) for one in new] == [0, 0, 0]
     for name in ("slots", "weights"):
         assert all(map(torch.equal, tables[name], before[name]))
 

@@ -1,7 +1,7 @@
 """Rows that come and go in prepared tables: numbers, contents, scores and slots, against plain Python."""
 
 import random
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -25,20 +25,29 @@ pytestmark = [
 ]
 
 
+NO_BATCH = {"rows": None, "new_index": None, "places": None}
+
+
 def look(slots, moved, ids):
     """Returns the rows of ids in the map of one table, -1 for none."""
     return CPU.lookup(ids_of(*ids), ids_of(0, len(ids)), slots, moved)[0].tolist()
 
 
-def pairs_of(offsets):
-    return list(zip(offsets.tolist(), offsets.tolist()[1:], strict=False))
+def filled(own, rows):
+    """Returns the rows of the batch after new ids have got `rows`."""
+    if own["rows"] is None:
+        return None
+    places = range(len(rows)) if own["places"] is None else own["places"].tolist()
+    row_of = dict(zip(places, rows, strict=True))
+    both = zip(own["rows"].tolist(), own["new_index"].tolist(), strict=True)
+    return [row_of.get(place, row) for row, place in both]
 
 
 def expected_rows(own):
     """Returns the rows of new ids: each table's reused rows first, then fresh ones."""
     rows = []
-    for t, (begin, end) in enumerate(pairs_of(own["new_offsets"])):
-        a, b = own["reused_offsets"].tolist()[t : t + 2]
+    for t, (begin, end) in enumerate(pairwise(own["new_offsets"])):
+        a, b = own["reused_offsets"][t : t + 2]
         again, first = own["reused"].tolist()[a:b], int(own["first_rows"][t])
         rows += [*again, *range(first, first + end - begin - len(again))]
     return rows
@@ -47,7 +56,7 @@ def expected_rows(own):
 def write_expected(tables, own, rows):
     """Writes the initial rows, states and scores of new ids in copies of the tables."""
     blocks = len(tables["weights"])
-    for t, (begin, end) in enumerate(pairs_of(own["new_offsets"])):
+    for t, (begin, end) in enumerate(pairwise(own["new_offsets"])):
         first, count, shift, columns = tables["layout"][t].tolist()
         ids, mine = own["new_ids"][begin:end], ids_of(*rows[begin:end])
         weights = tables["weights"][first : first + count]
@@ -76,15 +85,16 @@ def write_expected(tables, own, rows):
 @given(seed=st.integers(0, 2**40))
 def test_new_ids_get_rows_contents_scores_and_slots(seed):
     tables, own = draw_added(random.Random(seed))
-    expected = copies(tables)
+    expected, rows = copies(tables), expected_rows(own)
+    of_batch = filled(own, rows)
     ops.add_rows_(**own, tables=prepared(tables)["tables"])
-    rows = expected_rows(own)
     assert own["new_rows"].tolist() == rows
+    assert own["rows"] is None or own["rows"].tolist() == of_batch
     write_expected(expected, own, rows)
     for name in ("weights", "states", "scores"):
         for block, other in zip(tables.get(name, []), expected.get(name, []), strict=True):
             assert torch.equal(bits(block), bits(other)), name
-    for t, (begin, end) in enumerate(pairs_of(own["new_offsets"])):
+    for t, (begin, end) in enumerate(pairwise(own["new_offsets"])):
         ids = own["new_ids"][begin:end].tolist()
         slots, moved = [tables["slots"][t]], tables["moved"][t : t + 1]
         assert look(slots, moved, ids) == rows[begin:end]
@@ -104,7 +114,7 @@ def test_a_reused_row_keeps_nothing():
     assert state_widths(1, 2) == (2,)
     rows = ids_of(0, 0)
     ops.add_rows_(
-        rows, ids_of(-3, 70), ids_of(0, 2), ids_of(3), ids_of(1), ids_of(0, 1), ids_of(6), None,
+        rows, ids_of(-3, 70), [0, 2], [3], ids_of(1), [0, 1], [6], None, None, None, None,
         prepared(tables)["tables"],
     )  # fmt: skip
     assert rows.tolist() == [1, 3]
@@ -141,15 +151,12 @@ def test_counters_are_added_to_tables_without_rows(seed):
         firsts.append(first)
         offsets.append(len(ids))
         reused.append(len(again))
-    steps, new_rows = (
-        ids_of(*(rng.choice((0, 9, FREE - 1)) for _ in tables)),
-        torch.zeros(len(ids)).long(),
-    )
+    steps, new_rows = [rng.choice((0, 9, FREE - 1)) for _ in tables], torch.zeros(len(ids)).long()
     ops.add_rows_(
         **of_scored(
-            tables, new_rows=new_rows, new_ids=ids_of(*ids), new_offsets=ids_of(*offsets),
-            first_rows=ids_of(*firsts), reused=ids_of(*again), reused_offsets=ids_of(*reused),
-            steps=steps, counts=ids_of(*counts),
+            tables, new_rows=new_rows, new_ids=ids_of(*ids), new_offsets=offsets, first_rows=firsts,
+            reused=ids_of(*again), reused_offsets=reused, steps=steps, counts=ids_of(*counts),
+            **NO_BATCH,
         )
     )  # fmt: skip
     assert new_rows.tolist() == rows
@@ -158,7 +165,7 @@ def test_counters_are_added_to_tables_without_rows(seed):
         known = {**table.known, **dict(zip(ids[begin:end], rows[begin:end], strict=True))}
         assert look(table.slots, table.moved, known) == [*known.values()]
         seen, found = read_rows(table.scores, table.shift, ids_of(*rows[begin:end]))
-        assert {*seen.tolist()} <= {int(steps[t])} and found.tolist() == counts[begin:end]
+        assert {*seen.tolist()} <= {steps[t]} and found.tolist() == counts[begin:end]
 
 
 @given(seed=st.integers(0, 2**40))
@@ -206,9 +213,8 @@ def test_beside_tables_with_rows_a_table_without_blocks_has_no_room():
         "score_layout": ids_of(0, 1, 2, 1, 1, 1, 2, 1).view(2, 4),
     }  # fmt: skip
     own = {
-        "new_rows": whole(0), "new_ids": whole(9), "new_offsets": whole(0, 0, 1),
-        "first_rows": whole(0, 0), "reused": whole(), "reused_offsets": whole(0, 0, 0),
-        "steps": whole(1, 1), "counts": None,
+        "new_rows": whole(0), "new_ids": whole(9), "new_offsets": [0, 0, 1], "first_rows": [0, 0],
+        "reused": whole(), "reused_offsets": [0, 0, 0], "steps": [1, 1], "counts": None, **NO_BATCH,
     }  # fmt: skip
     with pytest.raises(
         RuntimeError, match="room for the new rows of each table, got 1 rows from 0 on of 0"
@@ -218,9 +224,9 @@ def test_beside_tables_with_rows_a_table_without_blocks_has_no_room():
 
 def test_a_full_map_is_named_by_the_op():
     own = {
-        "new_rows": whole(*[0] * 6), "new_ids": whole(*range(6)), "new_offsets": whole(0, 6),
-        "first_rows": whole(0), "reused": whole(), "reused_offsets": whole(0, 0),
-        "steps": whole(1), "counts": None,
+        "new_rows": whole(*[0] * 6), "new_ids": whole(*range(6)), "new_offsets": [0, 6],
+        "first_rows": [0], "reused": whole(), "reused_offsets": [0, 0], "steps": [1], "counts": None,
+        **NO_BATCH,
     }  # fmt: skip
     scores, layout = blocks_of(8, 3), whole(0, 1, 3, 1).view(1, 4)
     with pytest.raises(RuntimeError, match="add_rows_: expected an empty slot for every new id"):

@@ -39,7 +39,7 @@ class MapBesideDict(RuleBasedStateMachine):
         self.map.reserve(len(expected))
         new_rows = torch.arange(self.next_row, self.next_row + len(expected))
         ops.insert(new_ids, new_rows, offsets, *self.map.arrays())
-        ops.fill_new_(rows, index, new_rows)
+        rows[index >= 0] = new_rows[index[index >= 0]]
         self.map.num_ids += len(expected)
         self.next_row += len(expected)
         self.dict |= dict(zip(expected, new_rows.tolist(), strict=True))

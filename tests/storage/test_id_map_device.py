@@ -146,24 +146,17 @@ def test_maps_that_grow_are_read_and_written():
     assert torch.equal(rows[:3_000], torch.arange(3_000))
 
 
-@pytest.mark.parametrize("until", [4, 6_000, 2**62])
-def test_slots_move_from_wherever_growth_stands(until):
-    """After the CPU moved a part, ids that wrap around the end included."""
+def test_maps_are_copied_to_larger_arrays():
+    """Two at once, one of them empty; ids that wrap around the end included. The old slots stay."""
     capacity = 10_000
     wrapped = ids_of(*ids_at_home(capacity - 4, capacity, 12))
     ids = torch.cat([wrapped, some_ids(6_000, 9)]).unique()
-    everyone = torch.arange(len(ids))
-    outgoing, slots = cpu_map(ids, capacity), slots_of(capacity + 4)
-    moved = CPU.move_slots(outgoing, slots, 0, 3_000).item()
-    assert ops.move_slots(outgoing, slots, moved, 8).item() == moved  # these have moved
-    now = ops.move_slots(outgoing, slots, moved, until).item()
-    assert (now == moved) == (until == 4)
-    if now < capacity:  # a CPU moves a part
-        arrays = [slots, outgoing], ids_of(now)
-    else:
-        arrays = [slots], WHOLE
-        assert not outgoing.any()
-    assert torch.equal(found_by_the_cpu(ids, *arrays), everyone)
+    slots = cpu_map(ids, capacity)
+    before = slots.clone()
+    grown, empty = ops.grown_slots([slots, slots_of(0)], [capacity + 4, 8], [0, 9])
+    assert torch.equal(slots, before) and empty.tolist() == [[0, 0]] * 8
+    assert torch.equal(found_by_the_cpu(ids, [grown], WHOLE), torch.arange(len(ids)))
+    assert int((grown[:, 1] > 0).sum()) == len(ids)
 
 
 @pytest.mark.parametrize("count", [1, 31, 5_000])
@@ -191,7 +184,8 @@ def test_calls_without_ids_or_tables(count):
     assert new_ids.tolist() == counts.tolist() == index.tolist() == []
     assert new_offsets.tolist() == offsets.tolist()
     ops.insert(none, none, offsets, slots, moved)
-    ops.fill_new_(none, none, none)
+    if count:
+        assert ops.grown_slots(slots, [8], [0])[0].tolist() == [[0, 0]] * 8
 
 
 def test_a_map_that_is_not_on_the_cpu_grows_at_once(monkeypatch):

@@ -46,7 +46,7 @@ READING = {
 }
 # Results of our ops that describe other arguments: on the CPU for every device (torchrec_dyn/ops.py).
 HOST_RESULTS = {
-    **{"collect_new": {2}, "move_slots": {0}, "prepare_tables": {0}},
+    **{"collect_new": {2}, "prepare_tables": {0}},
     **{"find_and_pool": {3}, "admit": {3}, "lowest_rows": {3}, "choose_listed": {2, 3}},
 }
 FAR = 2**61  # what the host reads of a copy that it has not waited for

@@ -167,16 +167,6 @@ def draw_insert(rng: random.Random) -> Arguments:
     }
 
 
-def draw_fill_new_(rng: random.Random) -> Arguments:
-    count, fresh = size(rng), rng.randint(0, 9)
-    index = [rng.choice((-1, rng.randrange(fresh) if fresh else -1)) for _ in range(count)]
-    return {
-        "rows": whole(*(rng.randrange(9) for _ in range(count))),
-        "new_index": whole(*index),
-        "new_rows": whole(*(rng.randrange(100) for _ in range(fresh))),
-    }
-
-
 def draw_one_map(rng: random.Random) -> tuple[Arguments, list[int]]:
     slots, moved, ids = draw_map(rng)
     return {"slots": slots, "moved": some_form(rng, moved)}, ids
@@ -191,6 +181,17 @@ def draw_erase(rng: random.Random) -> Arguments:
 def draw_new_slots(rng: random.Random) -> Arguments:
     capacity = LINE * rng.choice((1, 2, 3, 5, 100, 2**15, 2**15 + 1))
     return {"slots": torch.zeros(rng.choice((0, 4)), 2, dtype=I64), "capacity": capacity}
+
+
+def draw_grown_slots(rng: random.Random) -> Arguments:
+    maps = [draw_map(rng) for _ in range(rng.randint(1, 4))]
+    whole_maps = [(slots[0], moved) for slots, moved, _ in maps if len(slots) == 1]
+    whole_maps = whole_maps or [(torch.zeros(0, 2, dtype=I64), whole(-1, 5))]
+    return {
+        "slots": [slots for slots, _ in whole_maps],
+        "capacities": [len(slots) + LINE * rng.choice((1, 3, 50)) for slots, _ in whole_maps],
+        "keys": [moved.flatten().tolist()[-1] for _, moved in whole_maps],
+    }
 
 
 def draw_move_slots(rng: random.Random) -> Arguments:

@@ -219,6 +219,20 @@ def draw_row_scores(rng: random.Random, layout: list[list[int]]) -> Arguments:
     return {"scores": scores, "score_layout": torch.tensor(lines, dtype=I64).reshape(-1, 4)}
 
 
+def draw_fills(rng: random.Random, count: int) -> Arguments:
+    """Draws a batch of which `count` absent ids, or some of its absent ids, get rows; or none."""
+    if rng.random() < 0.3:
+        return {"rows": None, "new_index": None, "places": None}
+    absent = count + rng.choice((0, 1, 5))
+    places = sorted(rng.sample(range(absent), count))
+    index = [rng.choice((-1, rng.randrange(absent) if absent else -1)) for _ in range(20)]
+    return {
+        "rows": whole(*(-1 if place >= 0 else 3 for place in index)),
+        "new_index": whole(*index),
+        "places": whole(*places) if absent > count or rng.random() < 0.5 else None,
+    }
+
+
 def draw_added(rng: random.Random) -> tuple[Arguments, Arguments]:
     """Returns tables, and new ids for them; a second call may add the same ids again."""
     given = draw_update_rows_(rng)
@@ -243,12 +257,13 @@ def draw_added(rng: random.Random) -> tuple[Arguments, Arguments]:
     own = {
         "new_rows": whole(*[-7] * len(ids)),
         "new_ids": whole(*ids),
-        "new_offsets": whole(*offsets),
-        "first_rows": whole(*firsts),
+        "new_offsets": offsets,
+        "first_rows": firsts,
         "reused": whole(*again),
-        "reused_offsets": whole(*reused),
-        "steps": whole(*steps),
+        "reused_offsets": reused,
+        "steps": steps,
         "counts": rng.choice((None, counts)),
+        **draw_fills(rng, len(ids)),
     }
     moved = torch.tensor([[-1, draw_key(rng)] for _ in layout], dtype=I64).reshape(-1, 2)
     initial = draw_initial(rng, len(layout), len(state_widths(given["optimizer"], 1)))
@@ -305,7 +320,7 @@ def draw_find(rng: random.Random) -> tuple[Arguments, Arguments, Tensor]:
 
 def draw_find_and_pool(rng: random.Random) -> Arguments:
     tables, batch, _ = draw_find(rng)
-    return prepared({**tables, **batch}, pools=rng.choice((0, 2)))
+    return prepared({**tables, **batch}, pools=rng.choice((0, 2)), collects=rng.randrange(3))
 
 
 def draw_initial_ids(rng: random.Random, rows: Tensor) -> Tensor | None:

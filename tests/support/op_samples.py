@@ -136,7 +136,7 @@ def find_sample(**changed):
     own = {
         "ids": whole(7, 8, 5, 5, 9), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
         "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "mean": False, "pools": 2,
-        "segments": pooled()["segments"], "elements": 10, "dtype": torch.float32,
+        "collects": 2, "segments": pooled()["segments"], "elements": 10, "dtype": torch.float32,
     }  # fmt: skip
     return prepared({**tables_in(update(0) | two_maps()), **own, **changed})
 
@@ -189,9 +189,10 @@ def scored_maps():
 def add_sample(tables, **changed):
     """Returns new ids of two tables: two, of which the first reuses a row, and one."""
     own = {
-        "new_rows": whole(0, 0, 0), "new_ids": whole(50, 51, 52), "new_offsets": whole(0, 2, 3),
-        "first_rows": whole(6, 0), "reused": whole(1), "reused_offsets": whole(0, 1, 1),
-        "steps": whole(9, 2**32 - 2), "counts": None,
+        "new_rows": whole(0, 0, 0), "new_ids": whole(50, 51, 52), "new_offsets": [0, 2, 3],
+        "first_rows": [6, 0], "reused": whole(1), "reused_offsets": [0, 1, 1],
+        "steps": [9, 2**32 - 2], "counts": None, "rows": whole(-1, 4, -1, -1, -1),
+        "new_index": whole(2, -1, 0, 1, 2), "places": None,
     }  # fmt: skip
     return prepared({**tables, **roomy_maps(), **own, **changed})
 
@@ -249,13 +250,13 @@ SAMPLES = {
         }
         for maps in (two_maps, a_map_that_grows)
     ],
-    "fill_new_": [
-        lambda: {"rows": whole(0, -1), "new_index": whole(-1, 0), "new_rows": whole(7)}
-    ],
     "erase": [
         lambda: {"ids": whole(5, 99), "slots": filled_slots()[::-1], "moved": whole(0)},
     ],
     "new_slots": [lambda: {"slots": filled_slots()[0], "capacity": 12}],
+    "grown_slots": [
+        lambda: {"slots": [filled_slots()[0], empty(0)], "capacities": [12, 4], "keys": [0, 7]}
+    ],
     "move_slots": [
         lambda: {"outgoing": filled_slots()[0], "slots": empty(12), "moved": 0, "until": 3},
     ],
@@ -297,10 +298,12 @@ SAMPLES = {
     ],
     "add_rows_": [
         lambda: add_sample(tables_in(update(2)) | scored_maps()),
-        lambda: add_sample(tables_in(update(2)), counts=whole(-1, 7, 2**40)),
+        lambda: add_sample(
+            tables_in(update(2)), counts=whole(-1, 7, 2**40), places=whole(0, 2, 5),
+        ),
         lambda: add_sample(
             {"weights": [], "layout": whole(0, 0, 0, 1).repeat(2, 1)} | scored_maps(),
-            counts=whole(1, 2**32 - 1, 3),
+            counts=whole(1, 2**32 - 1, 3), rows=None, new_index=None,
         ),
     ],
     "remove_rows_": [
@@ -387,7 +390,9 @@ SAMPLES = {
     ],
     "find_and_pool": [
         find_sample,
-        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0),
+        lambda: find_sample(
+            lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0, collects=1,
+        ),
     ],
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),

@@ -13,7 +13,6 @@ from torchrec_dyn.life.admission import (
     DROPPED,
     EVERY_ID,
     LEFT_OUT,
-    NO_ID,
     OCCURRED,
     AdmissionCounters,
     AdmissionRule,

@@ -10,6 +10,7 @@ Legend: T tables, M ids, Q waiting ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -81,9 +82,8 @@ class AdmissionCounters:
         """These counters as one table, the result of `ops.prepare_tables`."""
         return self._prepared.get()
 
-    def reserve(self, additional: int) -> None:
-        """Makes room for `additional` more counters."""
-        self.id_map.reserve(additional)
+    def reserve_scores(self, additional: int) -> None:
+        """Makes room for `additional` more counters, but in their map."""
         self.scores.store.reserve(self.row_numbers.highest_after(additional))
 
     def counts(self, ids: Tensor) -> Tensor:
@@ -96,7 +96,8 @@ class AdmissionCounters:
         ids [M] int64, distinct; last_seen [M] int64, steps; counts [M] int64.
         """
         new = ids[self.id_map.lookup(ids) < 0]
-        self.reserve(new.numel())
+        self.id_map.reserve(new.numel())
+        self.reserve_scores(new.numel())
         RowAddition({0: self}, new, {0: new.numel()}, {}, None, 1, self.handle).commit()
         self.scores.write(self.id_map.lookup(ids), last_seen, counts)
 
@@ -150,7 +151,7 @@ class Admitted(NamedTuple):
     """The admission of the new ids of several tables, in the order of the tables.
 
     Attributes:
-        places: [K] int64, places of the admitted ids among the new ones.
+        places: [K] int64, places of the admitted ids among the new ones; None if all are admitted.
         ids, counts: [K] int64, the admitted ids, and their occurrences that count, also in earlier steps.
         dropped: ids and rows of the counters that they had.
         seen: rows and present counts of the counters of refused ids.
@@ -159,7 +160,7 @@ class Admitted(NamedTuple):
             ids, if they were summed up; and of those that are not admitted.
     """
 
-    places: Tensor
+    places: Tensor | None
     ids: Tensor
     counts: Tensor
     dropped: tuple[Tensor, Tensor]
@@ -208,7 +209,6 @@ class AdmissionRule:
 
 
 EVERY_ID = AdmissionRule(None, 0, False)
-NO_ID = AdmissionRule(Never(), 0, False)
 
 _NO_COUNTERS = torch.empty(0, dtype=torch.int64, device="cpu")
 _WORD = (1 << 64) - 1
@@ -318,13 +318,16 @@ class AdmissionRules:
         self._rules = rules
         self._fixed = host_numbers([rule.numbers(0) for rule in rules])
         self._squares = torch.ones(len(rules), _SQUARES, dtype=torch.float64, device="cpu")
+        self._are_open = not any(rule.numbers(0)[0] for rule in rules)  # to every id
         self._drawn = [t for t, rule in enumerate(rules) if rule.draws]
         for t in self._drawn:
             self._squares[t] = torch.tensor(rules[t].squares, dtype=torch.float64, device="cpu")
 
     def admit(
         self,
-        new: tuple[Tensor, Tensor, Tensor],
+        new_ids: Tensor,
+        occurrences: Tensor,
+        ends: Sequence[int],
         asked: Asked | None,
         counters: Tensor,
         step_of: Callable[[int], int],
@@ -333,26 +336,24 @@ class AdmissionRules:
         """Decides the admission of new ids; writes nothing.
 
         Args:
-            new: ids [M] int64, distinct; their occurrences in this step, [M] int64; where those of each table
-                begin, [T + 1] int64 on the CPU.
+            new_ids: [M] int64, distinct.
+            occurrences: [M] int64, in this step.
+            ends: [T + 1], where the ids of each table begin, and the end.
             asked: None if all ids ask and all occurrences count.
             counters: as `CounterTables.get` returns them.
             step_of: the step of a table, by number.
             sums: True to sum up the occurrences of all new ids.
         """
-        new_ids, counts, offsets = new
+        if self._are_open and asked is None and not sums:
+            empty = new_ids[:0]
+            none = empty, empty
+            sizes = [[end - begin, 0, 0, 0, 0, 0] for begin, end in pairwise(ends)]
+            return Admitted(None, new_ids, occurrences, none, none, none, sizes)
         asks, counted = (None, None) if asked is None else asked
         places, first, second, numbers = ops.admit(
-            new_ids,
-            counts,
-            offsets,
-            asks,
-            counted,
-            self._at(step_of),
-            self._squares,
-            counters,
-            sums,
-        )
+            new_ids, occurrences, host_numbers(ends), asks, counted, self._at(step_of), self._squares,
+            counters, sums,
+        )  # fmt: skip
         of_tables = numbers.view(-1, 6).tolist()
         sizes = [sum(own[column] for own in of_tables) for column in range(4)]
         admitted, dropped, seen, begun = zip(first.split(sizes), second.split(sizes), strict=True)

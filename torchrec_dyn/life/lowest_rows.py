@@ -11,7 +11,7 @@ Legend: M rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import NO_STEP
-from torchrec_dyn.storage import host_numbers, keep_in_use, to_host
+from torchrec_dyn.storage import host_numbers, joined, keep_in_use, parts_of, to_host
 
 _NO_HALF_LIVES = [-1] * 40  # csrc/life/scores.h
 
@@ -124,13 +124,16 @@ def lowest_rows(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Cho
     `like` is on the device of the tables, and `handle` has their maps and scores. Fewer than `most` rows are
     returned only if no others were last seen before.
     """
-    found = _fronts([one for one in searches if one.lists], handle)
-    short = [one for one in searches if one.lists and one.table not in found]
+    listed = [one for one in searches if one.lists]
+    chosen = [_fronts(listed, handle)]
+    short = [one for one in listed if one.table not in chosen[0].sizes]
     if short:
         list_rows([_listing(one) for one in short], like, handle)
-        found |= _fronts(short, handle)
-    found |= _searched([one for one in searches if one.table not in found], like, handle)
-    return _joined(found, like)
+        chosen.append(_fronts(short, handle))
+    others = [one for one in searches if not any(one.table in part.sizes for part in chosen)]
+    if others:
+        chosen.append(_searched(others, like, handle))
+    return _joined([part for part in chosen if part.sizes], like)
 
 
 def _listing(one: Search) -> Listing:
@@ -160,32 +163,28 @@ def expired_rows(
     """Returns the rows that have expired: of each table number and list, those among its first rows."""
     spans = [listed.span(table, count, count) for table, listed, count in due]
     if not spans:
-        return Chosen(like[:0], like[:0], {})
+        return _nothing(like)
     ids, rows, offsets, _ = ops.choose_listed(*_arguments(spans), handle)
-    ends = offsets.tolist()
-    sizes = (end - begin for begin, end in pairwise(ends))
-    return Chosen(ids, rows, dict(zip((table for table, _, _ in due), sizes, strict=True)))
+    return Chosen(ids, rows, _sizes([table for table, _, _ in due], offsets))
 
 
-_Found = dict[int, tuple[Tensor, Tensor]]
-
-
-def _fronts(searches: Sequence[Search], handle: Tensor) -> _Found:
-    """Returns the ids and rows of the fronts of lists, without those that are too short."""
+def _fronts(searches: Sequence[Search], handle: Tensor) -> Chosen:
+    """Returns the fronts of lists, without those that are too short."""
     full = [(one, one.listed) for one in searches if one.listed and len(one.listed) >= one.most]
     if not full:
-        return {}
+        return _nothing(handle)
     spans = [listed.span(one.table, len(listed), one.most) for one, listed in full]
     ids, rows, offsets, firsts = ops.choose_listed(*_arguments(spans), handle)
-    found = _split([one.table for one, _ in full], ids, rows, offsets)
+    chosen = Chosen(ids, rows, _sizes([one.table for one, _ in full], offsets))
+    short: set[int] = set()
     for (one, listed), first in zip(full, firsts.tolist(), strict=True):
-        if found[one.table][0].numel() < one.most:
-            del found[one.table]
+        if chosen.sizes[one.table] < one.most:
+            short.add(one.table)
         else:
             # Rows evicted, erased or seen since, which are skipped for ever. The chosen rows stay: they are
             # removed later, or not at all.
             listed.drop_to(first)
-    return found
+    return _joined([chosen], ids, short) if short else chosen
 
 
 def _arguments(
@@ -194,9 +193,7 @@ def _arguments(
     return [listed for listed, _ in spans], host_numbers([span for _, span in spans])
 
 
-def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor) -> _Found:
-    if not searches:
-        return {}
+def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Chosen:
     questions = [
         (one.table, one.high, int(one.by_count), one.before if one.until is None else one.until, one.most)
         for one in searches
@@ -207,17 +204,31 @@ def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor) -> _Foun
     ids, rows, _, offsets = ops.lowest_rows(
         like, host_numbers(questions), half_lives, False, handle
     )
-    return _split([one.table for one in searches], ids, rows, offsets)
+    return Chosen(ids, rows, _sizes([one.table for one in searches], offsets))
 
 
-def _split(tables: Sequence[int], ids: Tensor, rows: Tensor, offsets: Tensor) -> _Found:
-    sizes = offsets.diff().tolist()
-    return dict(zip(tables, zip(ids.split(sizes), rows.split(sizes), strict=True), strict=True))
+def _nothing(like: Tensor) -> Chosen:
+    empty = like[:0]
+    return Chosen(empty, empty, {})
 
 
-def _joined(found: _Found, like: Tensor) -> Chosen:
-    if not found:
-        return Chosen(like[:0], like[:0], {})
-    in_order = [found[t] for t in sorted(found)]
-    ids, rows = (torch.cat(parts) for parts in zip(*in_order, strict=True))
-    return Chosen(ids, rows, {t: found[t][0].numel() for t in sorted(found)})
+def _sizes(tables: Sequence[int], offsets: Tensor) -> dict[int, int]:
+    ends = offsets.tolist()
+    return {t: end - begin for t, (begin, end) in zip(tables, pairwise(ends), strict=True)}
+
+
+def _joined(chosen: Sequence[Chosen], like: Tensor, left_out: Collection[int] = ()) -> Chosen:
+    """Returns the rows of all parts in the order of the tables, without those of some tables."""
+    if len(chosen) == 1 and not left_out:
+        return chosen[0]
+    ids: dict[int, Tensor] = {}
+    rows: dict[int, Tensor] = {}
+    for part in chosen:
+        ids |= parts_of(part.ids, part.sizes)
+        rows |= parts_of(part.rows, part.sizes)
+    tables = sorted(ids.keys() - left_out)
+    return Chosen(
+        joined([ids[t] for t in tables], like),
+        joined([rows[t] for t in tables], like),
+        {t: ids[t].numel() for t in tables},
+    )

@@ -148,9 +148,9 @@ class RowLife:
             self.clock.forget_before(self.age_limit.horizon(step, self.clock))
 
     def reserve(self, rows: int, counters: int) -> None:
-        """Makes room for the scores of `rows` rows, and for `counters` more counters."""
+        """Makes room for the scores of `rows` rows, and of `counters` more counters."""
         if self.waiting is not None and counters:
-            self.waiting.reserve(counters)
+            self.waiting.reserve_scores(counters)
         self.scores.store.reserve(rows)
 
     def search_counters(self, table: int, step: int, rows: int, more: int = 0) -> Search | None:

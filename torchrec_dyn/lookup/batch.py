@@ -18,6 +18,7 @@ from torchrec_dyn.lookup.feature_uses import Uses
 from torchrec_dyn.lookup.gradient_reduction import Senders
 from torchrec_dyn.lookup.table_lists import TableLists, of_ids
 from torchrec_dyn.storage import OpenForward, keep_in_use
+from torchrec_dyn.table import NewIds
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -76,11 +77,13 @@ class Found(NamedTuple):
             CPU it is not initialised if ids are absent.
         rows: [N] int64, -1 for an absent id.
         absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted.
+        new: the distinct absent ids of tables that are not frozen; None if there are none, or nobody asked.
     """
 
     out: Tensor | None
     rows: Tensor
     absent: Tensor
+    new: NewIds | None
 
 
 def no_scores(where: str) -> ValueError:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from torchrec_dyn.life import (
     EVERY_ID,
-    NO_ID,
     NO_STEP,
     AdmissionRule,
     AdmissionRules,
@@ -21,10 +19,10 @@ from torchrec_dyn.life import (
     CounterTables,
     RowLife,
 )
-from torchrec_dyn.storage import CLOCKS, host_numbers
-from torchrec_dyn.table import TableShard
+from torchrec_dyn.storage import CLOCKS
+from torchrec_dyn.table import NewIds, TableShard
 
-_NO_LIMIT = torch.iinfo(torch.int64).max
+_NO_LIMIT = (1 << 63) - 1
 
 
 class ExpirySchedule:
@@ -90,7 +88,7 @@ class LivingTables:
         self.decaying = [t for t, life in lives.items() if life.decays]
         self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}
         limits = [self._limit_of(t) for t in range(count)]
-        self.row_limits, self.least_limit = host_numbers(limits), min(limits)
+        self.row_limits, self.least_limit = np.array(limits), min(limits)
         self.watched = set(self.numbers)
         self._rules = AdmissionRules([self._rule_of(t) for t in range(count)])
         self._expiry = ExpirySchedule(lives)
@@ -100,8 +98,6 @@ class LivingTables:
         return self._trained[number].row_limit if life is not None and life.replaces else _NO_LIMIT
 
     def _rule_of(self, number: int) -> AdmissionRule:
-        if number not in self._trained:
-            return NO_ID
         return self.lives[number].rule if number in self.lives else EVERY_ID
 
     def due(self, step: int) -> list[int]:
@@ -119,9 +115,15 @@ class LivingTables:
         if due:
             self._expiry.note_looked(self._trained, due)
 
-    def admit(
-        self, new: tuple[Tensor, Tensor, Tensor], asked: Asked | None, sums: bool
-    ) -> Admitted:
+    def admit(self, new: NewIds, asked: Asked | None, sums: bool) -> Admitted:
         """Decides the admission of new ids in the next step. As `AdmissionRules.admit`."""
         counters = self.counters.get()
-        return self._rules.admit(new, asked, counters, lambda t: self._trained[t].next_step, sums)
+        return self._rules.admit(
+            new.ids,
+            new.counts,
+            new.ends,
+            asked,
+            counters,
+            lambda t: self._trained[t].next_step,
+            sums,
+        )

@@ -15,6 +15,7 @@ from torchrec_dyn.lookup.feature_uses import Uses
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.storage import host_numbers, read
+from torchrec_dyn.table import NewIds
 
 
 def occurrences_of(trained: TrainedTables, batch: Batch) -> Tensor:
@@ -78,52 +79,45 @@ def added_by(trained: TrainedTables, batch: Batch) -> Tensor | None:
     return added
 
 
-def counts_of_new(
-    trained: TrainedTables, batch: Batch, new: tuple[Tensor, Tensor], sent: Tensor, ends: list[int]
-) -> Tensor:
-    """Returns the occurrences of new ids: in tables with a life with their times, else as they were sent.
-
-    `new`: new ids [M] and index [N] of `ops.collect_new`, `sent` [M] int64 its counts, `ends` where the new
-    ids of each table begin.
-    """
+def counts_of_new(trained: TrainedTables, batch: Batch, new: NewIds) -> Tensor:
+    """Returns the occurrences of new ids: in tables with a life with their times, else as they were sent."""
     if batch.times is None:
-        return sent
-    timed, counts = summed(*new, batch.times), sent.clone()
+        return new.counts
+    timed, counts = summed(new, batch.times), new.counts.clone()
     for number in trained.living.numbers:
-        own = slice(ends[number], ends[number + 1])
+        own = slice(new.ends[number], new.ends[number + 1])
         counts[own] = timed[own]
     return counts
 
 
-def asked_of_new(batch: Batch, new_ids: Tensor, new_index: Tensor) -> Asked | None:
-    """Returns what the features ask for M new ids; None if all insert and count.
-
-    new_ids and new_index are those of `collect_new`.
-    """
+def asked_of_new(batch: Batch, new: NewIds) -> Asked | None:
+    """Returns what the features ask for the new ids; None if all insert and count."""
     uses, times = batch.uses, batch.times
     if uses is None or (uses.inserts is None and uses.counts is None):
         return None
-    asks = torch.ones_like(new_ids, dtype=torch.bool)
+    asks = torch.ones_like(new.ids, dtype=torch.bool)
     if uses.inserts is not None:
-        asks = summed(new_ids, new_index, uses.inserts.long()) > 0
-    given = _given(uses, torch.ones_like(new_index) if times is None else times)
-    return Asked(asks, summed(new_ids, new_index, given))
+        asks = summed(new, uses.inserts.long()) > 0
+    given = _given(uses, torch.ones_like(new.new_index) if times is None else times)
+    return Asked(asks, summed(new, given))
 
 
 def first_counts(
     trained: TrainedTables,
     batch: Batch,
-    new: tuple[Tensor, Tensor],
+    new: NewIds,
     admitted: Admitted,
     added: Tensor | None,
 ) -> Tensor:
     """Returns what rows of admitted ids begin to count with, [K] int64: weights in tables that count them.
 
-    `new` as for `counts_of_new`; `added` is what each id of the batch adds, [N] int64.
+    `added` is what each id of the batch adds, [N] int64.
     """
     if not trained.living.units or added is None:
         return admitted.counts
-    weighed = summed(*new, _given(batch.uses, added)).index_select(0, admitted.places)
+    weighed = summed(new, _given(batch.uses, added))
+    if admitted.places is not None:
+        weighed = weighed.index_select(0, admitted.places)
     sizes = admitted.sizes(ADMITTED)
     both = zip(
         sizes, weighed.split([*sizes.values()]), admitted.counts.split([*sizes.values()]), strict=True
@@ -140,9 +134,9 @@ def _given(uses: Uses | None, numbers: Tensor) -> Tensor:
     return numbers
 
 
-def summed(new_ids: Tensor, new_index: Tensor, numbers: Tensor) -> Tensor:
-    """Returns the sum of the numbers [N] of each of new_ids [M], whose places are new_index [N]."""
+def summed(new: NewIds, numbers: Tensor) -> Tensor:
+    """Returns the sum of the numbers [N] int64 of each new id, [M] int64."""
     # Ids with a row add to an extra last number: to select the others, the host would wait.
-    last = new_ids.numel()
-    places = new_index.masked_fill(new_index < 0, last)
+    last = new.ids.numel()
+    places = new.new_index.masked_fill(new.new_index < 0, last)
     return numbers.new_zeros(last + 1).index_add_(0, places, numbers)[:last]

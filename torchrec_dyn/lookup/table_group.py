@@ -74,10 +74,12 @@ from torchrec_dyn.storage import (
     tokens_of,
     unrecorded,
 )
-from torchrec_dyn.table import TableShard, count_late_grads, insert_unseen
+from torchrec_dyn.table import NewIds, TableShard, count_late_grads, insert_unseen
 
 # What `ops.find_and_pool` pools: nothing, a batch without absent ids, or any batch.
 _NONE, _KNOWN, _ALL = range(3)
+# Whether it lists the distinct absent ids: if there are any, or before a GPU's host knows.
+_IF_ABSENT, _EXPECTED = 1, 2
 
 
 def _inserting(
@@ -308,27 +310,35 @@ class TableGroup:
             note_changed(recorded, batch.ids, forward.rows, batch.table_offsets)
             forward.noted = tokens_of(logs)
 
-    def _find(self, batch: Batch, bags: Bags | None, lists: TableLists, pools: int) -> Found:
-        """Finds the rows of a batch, and pools them; notes in the batch what is known of it then."""
+    def _find(
+        self, batch: Batch, bags: Bags | None, lists: TableLists, pools: int, collects: int = 0
+    ) -> Found:
+        """Finds the rows of a batch, and pools them; notes in the batch what is known of it then.
+
+        `collects` is that of `ops.find_and_pool`.
+        """
         if self.in_files:  # their pages are asked for first
             pools = _NONE
         weights = None if batch.weights is None else as_float(batch.weights)
-        out, rows, offsets, numbers = ops.find_and_pool(
+        out, rows, offsets, numbers, new_ids, new_counts, new_index = ops.find_and_pool(
             batch.ids, batch.lengths, batch.offsets, weights, batch.first_bags,
             self._bag_layout.first_features, None if bags is None else bags.segments,
-            lists.prepared.get(), self.is_mean, pools, 0 if bags is None else bags.elements,
+            lists.prepared.get(), self.is_mean, pools, collects, 0 if bags is None else bags.elements,
             self.output_dtype,
         )  # fmt: skip
-        begins, absent, is_wrong = numbers.split_with_sizes(
-            (batch.first_bags.numel(), len(self.tables), 1)
+        count = len(self.tables)
+        begins, table_offsets, absent, new_offsets, is_wrong = numbers.split_with_sizes(
+            (batch.first_bags.numel(), count + 1, count, count + 1, 1)
         )
         if is_wrong:
             raise wrong_bags(self.tables, batch)
-        batch.offsets, batch.begins = offsets, begins
-        batch.table_offsets = self._bag_layout.offsets_of_tables(begins)
+        batch.offsets, batch.begins, batch.table_offsets = offsets, begins, table_offsets
         if self._uses is not None and batch.training:
             batch.uses = self._uses.of_ids(begins.diff(), batch.ids)
-        return Found(out if pools else None, rows, absent)
+        new = None
+        if new_ids.numel():
+            new = NewIds(new_ids, new_counts, new_index, new_offsets.tolist())
+        return Found(out if pools else None, rows, absent, new)
 
     @locked
     @changes
@@ -346,10 +356,9 @@ class TableGroup:
             return
         contiguous_input(self.tables, batch)
         batch.keep_in_use()
-        found = self._find(batch, self._bag_layout.bags_of(batch), lists, _NONE)
-        missing = found.absent.tolist()
-        if any(missing[t] for t in tables):
-            insert_unseen(tables, lists.prepared, batch.ids, found.rows, batch.table_offsets)
+        found = self._find(batch, self._bag_layout.bags_of(batch), lists, _NONE, _IF_ABSENT)
+        if found.new is not None and not tables.keys().isdisjoint(found.new.sizes):
+            insert_unseen(tables, lists.prepared, found.rows, found.new)
 
     @locked
     @changes
@@ -410,7 +419,8 @@ class TableGroup:
             self.tables[t].weights.check_process(lookup_of(self.tables))
         if self.deferred is not None:
             trained.shared.earlier = self.deferred.sizes
-        find = partial(self._find, batch, bags, lists, pools)
+        collects = _EXPECTED if trained.expects_new else _IF_ABSENT
+        find = partial(self._find, batch, bags, lists, pools, collects)
         found, step = take_step(trained, batch, find, self._uses)
         if self.deferred is not None:
             self.deferred.begin(batch.table_offsets, trained.tables)

@@ -28,6 +28,7 @@ from torchrec_dyn.storage import (
     host_numbers,
 )
 from torchrec_dyn.table import (
+    EXPECTING,
     Counted,
     PreparedTables,
     SharedCounters,
@@ -69,6 +70,12 @@ class TrainedTables:
         """The step of the next forward, counted by the shared counters."""
         return self.shared.counted.steps + (self.shared.earlier is None)
 
+    @property
+    def expects_new(self) -> bool:
+        """True if one of the last batches had new ids: then a GPU lists them before its host waits."""
+        counted = self.shared.counted
+        return counted.forwards - counted.last_new < EXPECTING
+
     def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers of the shared counters after one more forward.
 
@@ -85,15 +92,12 @@ class TrainedTables:
             before.forwards + 1,
             before.ids + occurrences,
             before.absent if absent is None else before.absent + absent,
+            before.last_new if absent is None else before.forwards + 1,
         )
 
-    def num_absent(self, absent: Tensor) -> tuple[int, int]:
-        """Returns the numbers of absent ids of trained and of frozen tables; absent [T] int64, of each."""
-        of_all = sum(absent.tolist())
-        if self._is_trained is None or not of_all:
-            return of_all, 0
-        of_trained = int(absent[self._is_trained].sum())
-        return of_trained, of_all - of_trained
+    def misses_frozen(self, absent: Tensor) -> bool:
+        """Returns True if some ids of a frozen table are absent; absent [T] int64, number of them."""
+        return self._is_trained is not None and bool(absent[~self._is_trained].any())
 
     def logs(self) -> list[ChangeLog | None]:
         """Returns the log of changes of each table, [T]; None without a log, and for a frozen table."""

@@ -43,6 +43,7 @@ from torchrec_dyn.storage.id_map import (
     canonical_order,
     most_slots,
     new_key,
+    reserve_maps,
 )
 from torchrec_dyn.storage.interrupts import change, commit, torn_error
 from torchrec_dyn.storage.row_changes import RowAddition, RowRemoval, joined, offsets_of, parts_of

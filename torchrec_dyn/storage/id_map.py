@@ -24,7 +24,7 @@ MAX_LOAD = 0.625
 _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
 # SLOT_BYTES * 1.25 / MAX_LOAD. They grow bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
-# On a GPU they grow at once, at MAX_LOAD: one call moves all slots. Both arrays are in memory meanwhile.
+# On a GPU they grow at once, at MAX_LOAD: one call copies all slots. Both arrays are in memory meanwhile.
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
@@ -104,24 +104,32 @@ class IdMap:
         return leaving - self.moved + -(-self.capacity * self.moved // leaving)
 
     def reserve(self, additional: int) -> None:
-        """Makes room for `additional` more ids; this may move slots, at most 16 for each id."""
+        """Makes room for `additional` more ids. As `reserve_maps`."""
+        reserve_maps([(self, additional)])
+
+    def capacity_for(self, additional: int) -> int | None:
+        """Returns the slots of the larger array that `additional` more ids need; None if there is room."""
         ids = self.num_ids + additional
-        self._move_on(ids)
         if ids <= self._most_ids():
-            return
+            return None
         factor = 2.0 if self.capacity < knobs.LARGE_MAP_SLOTS else _LARGE_GROWTH
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), self._fewest_slots(ids))
         if self._limit is not None and ids <= self._limit:
             enough = max(self._fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
             capacity = min(capacity, enough)
+        return -(-capacity // _LINE_SLOTS) * _LINE_SLOTS
+
+    def begin_growth(self, capacity: int) -> None:
+        """Begins to move the slots to an array of `capacity` slots."""
         # No slots are outgoing here: growth ends at MAX_LOAD of the old array, and the new array is larger.
-        grown = ops.new_slots(self.slots, -(-capacity // _LINE_SLOTS) * _LINE_SLOTS)
+        grown = ops.new_slots(self.slots, capacity)
         SLOTS.renew()
-        if self.capacity == 0:
-            self.slots = grown
-            return
         self.outgoing, self.slots, self.moved = self.slots, grown, 0
-        self._move_on(ids)
+
+    @property
+    def grows_in_steps(self) -> bool:
+        """True if the slots are moved bit by bit to a larger array."""
+        return self._grows_in_steps(self.capacity)
 
     def _grows_in_steps(self, capacity: int) -> bool:
         """Returns True if an array of `capacity` slots of this map is moved bit by bit."""
@@ -134,24 +142,23 @@ class IdMap:
 
     def _most_ids(self) -> float:
         """Returns the most ids of the map before it must begin to grow."""
-        in_steps = self._grows_in_steps(self.capacity)
-        most = self.capacity * (_START_LOAD if in_steps else MAX_LOAD)
+        most = self.capacity * (_START_LOAD if self.grows_in_steps else MAX_LOAD)
         if self._limit is not None and most < self._limit <= self.capacity * MAX_LOAD:
             return self._limit
         return most
 
-    def _move_on(self, ids: int) -> None:
-        """Moves the share of outgoing slots that `ids` ids require: all of them at MAX_LOAD."""
+    def move_on(self, additional: int) -> None:
+        """Moves the share of outgoing slots that `additional` more ids require: all of them at MAX_LOAD."""
         if self.outgoing is None:
             return
-        leaving = self.outgoing.shape[0]
-        until = leaving
-        if self._grows_in_steps(leaving):
-            until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
-            if until > leaving - 8 * _RUN:  # a few slots are not worth two arrays
-                until = leaving
-            elif until - self.moved >= _PAGE_SLOTS // 2:  # a large batch leaves no page half moved
-                until = until // _PAGE_SLOTS * _PAGE_SLOTS
+        ids, leaving = self.num_ids + additional, self.outgoing.shape[0]
+        until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
+        if until > leaving - 8 * _RUN:  # a few slots are not worth two arrays
+            until = leaving
+        elif until - self.moved >= _PAGE_SLOTS // 2:  # a large batch leaves no page half moved
+            until = until // _PAGE_SLOTS * _PAGE_SLOTS
+        if until <= self.moved:
+            return
         try:
             self._set_moved(
                 int(ops.move_slots(self.outgoing, self.slots, self.moved, until, self.key))
@@ -167,8 +174,6 @@ class IdMap:
         assert self.outgoing is not None
         SLOTS.renew()
         is_last = moved == self.outgoing.shape[0]
-        if is_last:
-            keep_in_use(self.outgoing)  # another stream may have allocated it
         self.outgoing, self.moved = (None, -1) if is_last else (self.outgoing, moved)
 
     def arrays(self) -> tuple[list[Tensor], Tensor]:
@@ -236,6 +241,30 @@ class IdMap:
             raise RuntimeError("torchrec_dyn bug: a row is held by two ids of one IdMap.")
         if not torch.equal(self.lookup(ids), rows):
             raise RuntimeError("torchrec_dyn bug: an id of an IdMap cannot be reached from home.")
+
+
+def reserve_maps(wanted: Sequence[tuple[IdMap, int]]) -> None:
+    """Makes room for more ids in maps: each with their number. May move slots, at most 16 for each id."""
+    at_once: list[tuple[IdMap, int]] = []
+    for id_map, additional in wanted:
+        id_map.move_on(additional)
+        capacity = id_map.capacity_for(additional)
+        if capacity is None:
+            continue
+        if id_map.grows_in_steps:
+            id_map.begin_growth(capacity)
+            id_map.move_on(additional)
+        else:
+            at_once.append((id_map, capacity))
+    if not at_once:
+        return
+    maps, capacities = [id_map for id_map, _ in at_once], [capacity for _, capacity in at_once]
+    former = [id_map.slots for id_map in maps]
+    grown = ops.grown_slots(former, capacities, [id_map.key for id_map in maps])
+    keep_in_use(*former)  # another stream may have allocated them
+    SLOTS.renew()
+    for id_map, slots in zip(maps, grown, strict=True):
+        id_map.slots = slots
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:

@@ -30,7 +30,11 @@ class NumberedRows(Protocol):
 
 def offsets_of(sizes: Mapping[int, int], count: int) -> Tensor:
     """Returns [T + 1] int64, where the ids of each of `count` tables begin; `sizes` is by number."""
-    return host_numbers([*accumulate((sizes.get(t, 0) for t in range(count)), initial=0)])
+    return host_numbers(_ends(sizes, count))
+
+
+def _ends(sizes: Mapping[int, int], count: int) -> list[int]:
+    return [*accumulate((sizes.get(t, 0) for t in range(count)), initial=0)]
 
 
 class RowRemoval:
@@ -71,14 +75,12 @@ class RowRemoval:
         """Returns a call that undoes a commit that comes next, or a part of it."""
         scores = ops.read_scores(self.rows, self._offsets, self._handle)
         renumber = [self._tables[t].row_numbers.undo() for t in self.sizes]
-        ids_of, ids = (
-            parts_of(self.ids, self.sizes),
-            {t: self._tables[t].id_map for t in self.sizes},
-        )
-        counts = {t: id_map.num_ids for t, id_map in ids.items()}
+        maps = {t: self._tables[t].id_map for t in self.sizes}
+        counts = {t: id_map.num_ids for t, id_map in maps.items()}
 
         def restore() -> None:
-            for t, id_map in ids.items():
+            ids_of = parts_of(self.ids, self.sizes)
+            for t, id_map in maps.items():
                 missing = (id_map.lookup(ids_of[t]) < 0).nonzero().flatten()
                 id_map.insert(ids_of[t][missing], self.rows_of[t][missing])
                 id_map.num_ids = counts[t]
@@ -107,7 +109,9 @@ class RowAddition:
         counts: Tensor | None,
         count: int,
         handle: Tensor,
+        fills: tuple[Tensor, Tensor, Tensor | None] | None = None,
     ) -> None:
+        """Prepares rows. `fills`: rows, new_index and places of `ops.add_rows_`, if a batch has the ids."""
         self.ids, self.rows = ids, torch.empty_like(ids)
         self.sizes = {t: size for t, size in sorted(sizes.items()) if size}
         self._tables = tables
@@ -116,9 +120,8 @@ class RowAddition:
         parts = [part for taken in self._taken.values() for part in taken.reused]
         first_rows = [self._taken[t].first if t in self._taken else 0 for t in range(count)]
         self._arguments = (
-            self.rows, ids, offsets_of(self.sizes, count), host_numbers(first_rows), joined(parts, ids),
-            offsets_of(reused, count), host_numbers([last_seen.get(t, 0) for t in range(count)]), counts,
-            handle,
+            self.rows, ids, _ends(self.sizes, count), first_rows, joined(parts, ids), _ends(reused, count),
+            [last_seen.get(t, 0) for t in range(count)], counts, *(fills or (None, None, None)), handle,
         )  # fmt: skip
 
     def commit(self) -> None:

@@ -7,17 +7,18 @@ arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to
 A call that fails changes nothing; inputs are checked first (`checks`).
 """
 
+from torchrec_dyn.table.arrays import Room, reserve_tables
 from torchrec_dyn.table.checks import ROW_DTYPES, check_ids, check_rows, check_state
 from torchrec_dyn.table.contents import (
     named_states,
     read_tensor,
     stamp_of,
 )
-from torchrec_dyn.table.counters import Counted, SharedCounters, on_shared_counters
+from torchrec_dyn.table.counters import EXPECTING, Counted, SharedCounters, on_shared_counters
 from torchrec_dyn.table.insertion import (
     Additions,
+    NewIds,
     Removals,
-    Unseen,
     count_late_grads,
     insert_unseen,
     prepare_unseen,

@@ -6,7 +6,8 @@ of rows and, with a policy, their life. `insertion` and `contents` change these 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,35 @@ from torchrec_dyn.storage import (
     block_shift,
     lasting,
     most_block_bytes,
+    reserve_maps,
 )
 from torchrec_dyn.table.checks import check_storage, checked_device
 from torchrec_dyn.table.counters import COUNTED, SharedCounters, TableCounters
+
+
+class Room(NamedTuple):
+    """What a table gets room for.
+
+    Attributes:
+        ids: more ids with rows.
+        removed: ids that are removed before.
+        counters: more counters of waiting ids.
+    """
+
+    ids: int
+    removed: int = 0
+    counters: int = 0
+
+
+def reserve_tables(rooms: Sequence[tuple[TableArrays, Room]]) -> None:
+    """Makes room in tables, whose maps grow in one call."""
+    maps = [(table.id_map, max(0, room.ids - room.removed)) for table, room in rooms]
+    for table, room in rooms:
+        if room.counters and table.life is not None and table.life.waiting is not None:
+            maps.append((table.life.waiting.id_map, room.counters))
+    reserve_maps(maps)
+    for table, room in rooms:
+        table.reserve_rows(room.ids, room.counters)
 
 
 class TableArrays:
@@ -206,15 +233,14 @@ class TableArrays:
         """The weights and every optimizer state."""
         return (self.weights, *self.states)
 
-    def reserve(self, additional: int, removed: int = 0, counters: int = 0) -> None:
-        """Makes room for `additional` more rows, and for their ids after `removed` ids are removed.
+    def reserve(self, additional: int) -> None:
+        """Makes room for `additional` more ids and their rows."""
+        reserve_tables([(self, Room(additional))])
 
-        Also for `counters` more counters, if ids wait for admission.
-        """
-        stores = self.stores
-        self.id_map.reserve(max(0, additional - removed))
+    def reserve_rows(self, additional: int, counters: int) -> None:
+        """Makes room for `additional` more rows, and `counters` more counters, in all but the maps."""
         rows = self.row_numbers.highest_after(additional)
-        for store in stores:
+        for store in self.stores:
             store.reserve(rows)
         if self.changes is not None:
             self.changes.reserve(rows)

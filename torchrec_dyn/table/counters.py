@@ -23,6 +23,10 @@ COUNTED = (
 )
 
 
+# In so many forwards after one with new ids, and at first, a GPU lists new ids before its host waits.
+EXPECTING = 16
+
+
 class Counted(NamedTuple):
     """Training forwards of tables that share counters.
 
@@ -31,12 +35,14 @@ class Counted(NamedTuple):
         forwards: number of forwards; a step of deferred updates may have several.
         ids: [T + 1] int64; the occurrences of table t are ids[t + 1] - ids[t].
         absent: [T] int64, occurrences of ids that had no row at the lookup.
+        last_new: the last forward with new ids; 0 before.
     """
 
     steps: int
     forwards: int
     ids: Tensor
     absent: Tensor
+    last_new: int
 
 
 class SharedCounters:
@@ -53,7 +59,7 @@ class SharedCounters:
     def __init__(self, size: int) -> None:
         self.size = size
         zeros = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
-        self.counted = Counted(0, 0, zeros, zeros[1:])
+        self.counted = Counted(0, 0, zeros, zeros[1:], 0)
         self.edits = 0
         self.earlier: Tensor | None = None
 

@@ -23,7 +23,7 @@ from torchrec_dyn.storage import (
     parts_of,
     read,
 )
-from torchrec_dyn.table.arrays import TableArrays
+from torchrec_dyn.table.arrays import Room, TableArrays, reserve_tables
 from torchrec_dyn.table.prepared_tables import PreparedTables
 
 _COUNT_BITS = 2**63 - 1  # all but the sign bit, which marks an error
@@ -50,81 +50,64 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
     return rows, host_numbers(numbers)
 
 
-class Unseen(NamedTuple):
-    """The absent ids of a lookup with their prepared rows.
+class NewIds(NamedTuple):
+    """The distinct absent ids of a lookup, table after table.
 
     Attributes:
-        additions: of the tables that insert.
-        new_index: [N] int64, the place of an absent id among all of them, -1 for other ids.
-        places: [K] int64, which of these the additions have; None: all.
-        num_absent: number of all of them.
+        ids: [M] int64, in the order in which they first occur.
+        counts: [M] int64, their occurrences.
+        new_index: [N] int64, the place of an absent id among them, -1 for other ids.
+        ends: [T + 1], where those of each table begin, and the end.
     """
 
-    additions: Additions
+    ids: Tensor
+    counts: Tensor
     new_index: Tensor
-    places: Tensor | None
-    num_absent: int
+    ends: list[int]
 
-    def fill(self, rows: Tensor) -> None:
-        """Writes the new rows into rows [N] int64 of the lookup, after the commit of the additions."""
-        new_rows = self.additions.rows
-        if not new_rows.numel():
-            return
-        if self.places is not None and new_rows.numel() < self.num_absent:
-            new_rows = new_rows.new_full((self.num_absent,), -1).index_copy_(
-                0, self.places, new_rows
-            )
-        ops.fill_new_(rows, self.new_index, new_rows)
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Number of new ids of each table that has some."""
+        return {t: end - begin for t, (begin, end) in enumerate(pairwise(self.ends)) if end > begin}
+
+
+def new_ids_of(ids: Tensor, rows: Tensor, table_offsets: Tensor) -> NewIds:
+    """Returns the new ids of a lookup of ids [N] int64 in table order, with their rows [N] int64."""
+    new_ids, counts, offsets, index = ops.collect_new(ids, rows, table_offsets)
+    return NewIds(new_ids, counts, index, offsets.tolist())
 
 
 def insert_unseen(
-    tables: Mapping[int, TableArrays],
-    prepared: PreparedTables,
-    ids: Tensor,
-    rows: Tensor,
-    table_offsets: Tensor,
+    tables: Mapping[int, TableArrays], prepared: PreparedTables, rows: Tensor, new: NewIds
 ) -> None:
-    """Inserts the absent ids of a lookup, as `prepare_unseen`, and writes their rows into `rows`."""
+    """Inserts the absent ids of a lookup, as `prepare_unseen`."""
     with change(*tables.values()) as insertion:
-        unseen = prepare_unseen(tables, prepared, ids, rows, table_offsets)
+        additions = prepare_unseen(tables, prepared, rows, new)
         insertion.commit()
-        unseen.additions.commit()
-    unseen.fill(rows)
+        additions.commit()
 
 
 def prepare_unseen(
-    tables: Mapping[int, TableArrays],
-    prepared: PreparedTables,
-    ids: Tensor,
-    rows: Tensor,
-    table_offsets: Tensor,
-) -> Unseen:
+    tables: Mapping[int, TableArrays], prepared: PreparedTables, rows: Tensor, new: NewIds
+) -> Additions:
     """Prepares rows for the absent ids of a lookup, whatever the policies.
 
-    `tables` by number in `prepared`; ids of others stay absent. ids [N] int64 in table order; rows [N] int64
-    of the lookup; table_offsets [T + 1] int64, where the ids of each table begin.
+    `tables` by number in `prepared`; ids of others stay absent. rows [N] int64 of the lookup: the commit
+    writes the new rows there.
 
     Raises:
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
-    new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    ends, places = new_offsets.tolist(), None
-    sizes = {t: end - begin for t, (begin, end) in enumerate(pairwise(ends)) if t in tables}
-    count = new_ids.numel()
+    sizes = {t: size for t, size in new.sizes.items() if t in tables}
     for t, size in sizes.items():
         tables[t].check_room(size)
-    for t, size in sizes.items():
-        if size:
-            tables[t].reserve(size)
-    if sum(sizes.values()) < count:
-        ranges = [
-            torch.arange(ends[t], ends[t + 1], device=ids.device)
-            for t, size in sizes.items()
-            if size
-        ]
-        places = joined(ranges, new_ids)
-        new_ids = new_ids.index_select(0, places)
-    return Unseen(Additions(tables, prepared, new_ids, sizes), new_index, places, count)
+    reserve_tables([(tables[t], Room(size)) for t, size in sizes.items()])
+    ids, places = new.ids, None
+    if sum(sizes.values()) < ids.numel():
+        ranges = [torch.arange(*new.ends[t : t + 2], device=ids.device) for t in sizes]
+        places = joined(ranges, ids)
+        ids = ids.index_select(0, places)
+    return Additions(tables, prepared, ids, sizes, fills=(rows, new.new_index, places))
 
 
 class Additions:
@@ -141,11 +124,13 @@ class Additions:
         ids: Tensor,
         sizes: Mapping[int, int],
         counts: Tensor | None = None,
+        fills: tuple[Tensor, Tensor, Tensor | None] | None = None,
     ) -> None:
         """Prepares rows.
 
         ids [M] int64, table after table, `sizes` of each, are distinct and absent. counts [M] int64 are their
-        occurrences; None outside of training, when the counters of waiting ids are dropped, too.
+        occurrences; None outside of training, when the counters of waiting ids are dropped, too. `fills` as
+        of `RowAddition`.
         """
         last_seen = {
             t: tables[t].first_seen(is_trained=counts is not None)
@@ -153,16 +138,18 @@ class Additions:
             if size
         }
         self._added = RowAddition(
-            tables, ids, sizes, last_seen, counts, len(prepared.tables), prepared.get()
+            tables, ids, sizes, last_seen, counts, len(prepared.tables), prepared.get(), fills
         )
         self._tables = {t: tables[t] for t in self._added.sizes}
-        self._ids = parts_of(ids, self._added.sizes)
-        self._rows = parts_of(self._added.rows, self._added.sizes)
-        self._drops = [
-            table.life.waiting.removal(self._ids[t])
-            for t, table in self._tables.items()
-            if counts is None and table.life is not None and table.life.waiting is not None
-        ]
+        self._drops: list[RowRemoval] = []
+        # New ids and rows, by table, of those tables to which they matter beyond the op.
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+        special = [t for t, table in self._tables.items() if _is_special(table, counts is None)]
+        if special:
+            ids_of, rows_of = (parts_of(part, self._added.sizes) for part in (ids, self.rows))
+            self._parts = {t: (ids_of[t], rows_of[t]) for t in special}
+            if counts is None:
+                self._drops = _counter_removals(self._tables, ids_of)
 
     @property
     def rows(self) -> Tensor:
@@ -174,16 +161,37 @@ class Additions:
         self._added.commit()
         for drop in self._drops:
             drop.commit()
-        for t, table in self._tables.items():
-            ids, rows = self._ids[t], self._rows[t]
+        for t, (ids, rows) in self._parts.items():
+            table = self._tables[t]
             if table.optimizer.own is not None:  # whose states the op does not know
                 for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
                     store.fill(rows, number)
             log = table.change_log
             if log is not None:
                 log.add(ids, rows, table.id_map)
+        for t, size in self._added.sizes.items():
+            table = self._tables[t]
             table.own = table.own._replace(edits=table.own.edits + 1)
-            table.counters["inserted"] += ids.numel()
+            table.counters["inserted"] += size
+
+
+def _is_special(table: TableArrays, drops_counters: bool) -> bool:
+    """Returns True if new rows of a table have states of a rule in Python, are logged, or ids may wait."""
+    if table.optimizer.own is not None or table.change_log is not None:
+        return True
+    return drops_counters and table.life is not None and table.life.waiting is not None
+
+
+def _counter_removals(
+    tables: Mapping[int, TableArrays], ids_of: Mapping[int, Tensor]
+) -> list[RowRemoval]:
+    """Returns the removals of the counters of ids [M] int64 of tables."""
+    lives = {t: table.life for t, table in tables.items()}
+    return [
+        life.waiting.removal(ids_of[t])
+        for t, life in lives.items()
+        if life is not None and life.waiting is not None
+    ]
 
 
 class Removals:

@@ -32,7 +32,7 @@ _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 class PreparedTables:
     """T tables of one row dtype and one optimizer, prepared again when they have other slots or blocks.
 
-    Steps score the rows of tables with a life, but for the numbers in `frozen`.
+    Steps give rows to absent ids, and score the rows of tables with a life, but for the numbers in `frozen`.
 
     Attributes:
         tables: in the order of the ops.
@@ -49,9 +49,12 @@ class PreparedTables:
         self._states: list[Tensor]
         self._scores: TableBlocks
         initial = [table.initial_rows.numbers() for table in tables]
-        shown = [int(table.config.unseen == "initial") for table in tables]
+        flags = [
+            (table.config.unseen == "initial") + 2 * (t in self._frozen)
+            for t, table in enumerate(tables)
+        ]
         self._initial = host_numbers(
-            [(*words, is_shown) for (words, _), is_shown in zip(initial, shown, strict=True)]
+            [(*words, flag) for (words, _), flag in zip(initial, flags, strict=True)]
         )
         parameters = [numbers for _, numbers in initial]
         self._parameters = torch.tensor(parameters, dtype=torch.float64, device="cpu")

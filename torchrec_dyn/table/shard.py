@@ -46,6 +46,7 @@ from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import (
     find_rows,
     insert_unseen,
+    new_ids_of,
     prepare_unseen,
     removal_of,
 )
@@ -86,7 +87,7 @@ class TableShard(TableArrays):
         """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
-        insert_unseen({0: self}, PreparedTables([self]), ids, rows, offsets)
+        insert_unseen({0: self}, PreparedTables([self]), rows, new_ids_of(ids, rows, offsets))
         return rows
 
     @locked
@@ -128,12 +129,12 @@ class TableShard(TableArrays):
         rows = rows.detach().to(self.device, self.dtype).contiguous()
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         places, _ = find_rows(MapList([self.id_map]), ids, offsets)
-        unseen = prepare_unseen({0: self}, PreparedTables([self]), ids, places, offsets)
+        new = new_ids_of(ids, places, offsets)
+        additions = prepare_unseen({0: self}, PreparedTables([self]), places, new)
 
         def write() -> None:
             self.count_edit()
-            unseen.additions.commit()
-            unseen.fill(places)
+            additions.commit()
             note_changed([self.change_log], ids, places, offsets)
             self.weights.write(places, rows)
 
