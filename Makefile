@@ -20,7 +20,7 @@ VENV := .venv$(if $(filter-out 1.8,$(TRIO)),-$(TRIO))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-# For CUDA: make TORCH=... FBGEMM=fbgemm-gpu==1.8.0 (docs/guide/install.md).
+# For CUDA: make TORCH=... FBGEMM=fbgemm-gpu==1.8.0 (docs/guide/start/install.md).
 TORCHREC ?= $(word 1,$(TRIO_$(TRIO)))
 TORCH ?= $(word 2,$(TRIO_$(TRIO)))
 # Where torch comes from, if not from pip's own index: TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -25,7 +25,7 @@ def blocks(page: str, language: str, heading: str) -> list[str]:
 def main() -> None:
     """Ends with an error if a command fails."""
     package, python = Path(sys.argv[1]).resolve(), sys.argv[2]
-    guide = "docs/guide/install.md"
+    guide = "docs/guide/start/install.md"
     [for_wheel] = blocks(guide, "bash", "A wheel")
     [for_source] = blocks(guide, "bash", "A source package")
     [extras] = blocks(guide, "bash", "Extras")

@@ -31,7 +31,7 @@ KERNEL = {"optimizer": "EXACT_ADAGRAD", "learning_rate": 0.1, "initial_accumulat
 
 
 class Adagrad(dyn.RowRule):
-    """EXACT_ADAGRAD, as docs/guide/row_rules.md writes it."""
+    """EXACT_ADAGRAD, as docs/guide/train/optimizers.md writes it."""
 
     name = "adagrad"
     states: ClassVar = {"sum_of_squares": dyn.RuleState(initial=0.1)}

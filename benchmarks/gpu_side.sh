@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/gpu.md):
+# The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/dev/gpu.md):
 #   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests real memcheck memcheck_tables initcheck racecheck train bench bench_train]
 # BUNDLE: the folder that benchmarks/gpu_bundle.py wrote, for a machine without a network; "installed": python3 has the
 # packages. OUT: folder for logs and results. The last words choose steps; without them all run. Each step writes
@@ -49,7 +49,7 @@ golden() {
   has_kernels && "${pytest[@]}" -n 4 tests/ops/test_hash_golden.py tests/storage/test_initializers.py \
     tests/life/test_admission_chance.py tests/ops/test_content_ops.py tests/ops/test_row_rounding.py tests/ops/test_row_update.py
 }
-# What other tests rely on, and only a GPU can show (docs/gpu.md).
+# What other tests rely on, and only a GPU can show (docs/dev/gpu.md).
 first() { has_kernels && "${pytest[@]}" tests/sharding/test_first_on_a_gpu.py; }
 # Every test that runs on the fixture `device`, on the GPU. The other one reads how much memory the GPU has left, so it
 # runs alone.

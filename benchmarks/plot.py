@@ -1,6 +1,6 @@
 """Draws results/sweep.json: nanoseconds per id along four axes, dynamic and static tables and the floor.
 
-python benchmarks/plot.py [--results benchmarks/results] [--picture docs/performance.png]
+python benchmarks/plot.py [--results benchmarks/results] [--picture docs/dev/performance.png]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formulas of memory, traffic and files of a large job, and the tables of docs/scale.md that they print.
+"""Formulas of memory, traffic and files of a large job, and the tables of docs/dev/scale.md that they print.
 
     python benchmarks/scale_formulas.py
 
@@ -191,7 +191,7 @@ JOBS = {
     "64 columns, row-wise Adagrad": Job(10**10, 1024, 64, ADAGRAD),
     "128 columns, Adam": Job(10**10, 1024, 128, ADAM),
 }
-# What a reader has to replace: measured in docs/guide/checkpoint_costs.md, or an example.
+# What a reader has to replace: measured in docs/guide/save/operations.md, or an example.
 DISK, LINK = 200e9, 25e9  # bytes a second: a file system, a rank's link
 SAVE, LOAD = 0.58e9, 0.56e9  # bytes a second of a rank with one thread, page 'Checkpoint costs'
 STEPS_AN_HOUR, EXPONENT = 7200, 1.05

@@ -6,6 +6,7 @@ to the API reference. Nothing is fetched from a network, neither by the build no
 """
 
 import sys
+import tomllib
 from pathlib import Path
 
 from sphinx.ext.napoleon import GoogleDocstring
@@ -30,7 +31,8 @@ extensions = [
 exclude_patterns = ["ext", "_static"]
 
 html_theme = "furo"
-html_title = project
+release = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["version"]
+html_title = f"{project} {release}"
 html_copy_source = False
 html_show_sphinx = False
 html_static_path = ["_static"]

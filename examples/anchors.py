@@ -11,7 +11,7 @@ seeds of stream and model. The same batches are predicted by
 - older copies of the model: copies of a certain age, and copies that are synced at an interval;
 - tables that are served from files, to which the deltas of the trainer are applied every hour.
 
-docs/guide/anchors.md has the results and says what they do not show.
+docs/dev/anchors.md has the results and says what they do not show.
 """
 
 from __future__ import annotations

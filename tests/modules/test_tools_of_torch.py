@@ -1,4 +1,4 @@
-"""What usual tools of torch do with an unsharded collection, as docs/guide/torch_tools.md says."""
+"""What usual tools of torch do with an unsharded collection, as docs/guide/inspect/tools.md says."""
 
 from __future__ import annotations
 

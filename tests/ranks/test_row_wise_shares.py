@@ -1,6 +1,6 @@
 """Ranks that share a limit keep the ids that one table would keep.
 
-docs/guide/policies_when_sharded.md makes this claim for row-wise plans.
+docs/guide/ids/policies.md makes this claim for row-wise plans.
 """
 
 import torch

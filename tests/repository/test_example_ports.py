@@ -11,7 +11,7 @@ from forked import run_script
 
 ROOT = Path(__file__).parents[2]
 PORTS = sorted((ROOT / "examples/ports").glob("*.py"))
-PAGE = (ROOT / "docs/guide/ports.md").read_text()
+PAGE = (ROOT / "docs/guide/port/port.md").read_text()
 
 
 def output_of(name: str, steps: int) -> str:

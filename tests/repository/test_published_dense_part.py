@@ -1,4 +1,4 @@
-"""The code of docs/guide/publish.md serves rows and dense part of one entry, also if others are published."""
+"""The code of docs/guide/serve/publish.md serves rows and dense part of one entry, also if others are published."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from torchrec_dyn import serving
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/guide/publish.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/guide/serve/publish.md"
 
 
 def names_of_page() -> dict[str, Any]:

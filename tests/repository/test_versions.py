@@ -114,7 +114,7 @@ def test_readme_makefile_and_metadata_name_the_same_trios():
     trios = {(trio["torchrec"], trio["torch"], trio["fbgemm"]) for trio in TRIOS}
     minor = r"(\d+\.\d+)\.\d+"
     row = rf"^\| {minor} \| {minor} \| {minor} \|"
-    for page in ("README.md", "docs/guide/install.md"):
+    for page in ("README.md", "docs/guide/start/install.md"):
         assert {*re.findall(row, (ROOT / page).read_text(), re.M)} == trios
     made = rf"^TRIO_\S+ := torchrec=={minor} torch=={minor} {minor}$"
     assert {*re.findall(made, (ROOT / "Makefile").read_text(), re.M)} == trios

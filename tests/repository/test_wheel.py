@@ -90,7 +90,7 @@ def test_wheel_has_the_metadata_of_a_release(wheel: Path):
     assert told["Requires-Python"] == ">=3.10"
     wanted = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line)[0] for line in wanted} == {"torch", "torchrec", "numpy"}
-    table = (ROOT / "docs/guide/install.md").read_text().split("## Extras")[1]
+    table = (ROOT / "docs/guide/start/install.md").read_text().split("## Extras")[1]
     extras = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.M))
     assert [*extras] == told.get_all("Provides-Extra")
     assert f"pip install {' '.join(extras.values())}\n" in table

@@ -83,7 +83,7 @@ def table_twice(path: str) -> bool:
 
 
 def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
-    """If the ids agree, the order cannot be checked: docs/guide/checkpoint_unsharded.md says it."""
+    """If the ids agree, the order cannot be checked: docs/guide/save/checkpoints.md says it."""
     model = unsharded(case())
     step(model, [1, 2, 3])
     state = copy.deepcopy(state_dict_of(model))

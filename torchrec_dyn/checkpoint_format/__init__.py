@@ -2,7 +2,7 @@
 
 Imports `storage` and the ground; needs torch only. Start with `saved_tensor` (the layout of a table in a
 checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of the directory).
-docs/checkpoint_format.md describes the format.
+docs/dev/checkpoint_format.md describes the format.
 
 The saved form depends only on the contents of a table, not on plan, world size or history.
 """

@@ -1,4 +1,4 @@
-"""Conversion of TorchRec's static tables to dynamic tables (docs/guide/from_static_tables.md).
+"""Conversion of TorchRec's static tables to dynamic tables (docs/guide/port/port.md).
 
 Imports `whole_model`, `modules`, `ranks`, `checkpoint_format`, `table` and the ground.
 Start with `stock_collections` (models without their rows, or with row i as the row of id i), then read

@@ -1,4 +1,4 @@
-"""Replicas of a model, each sharded over its own ranks, are merged by id (docs/guide/replicas.md).
+"""Replicas of a model, each sharded over its own ranks, are merged by id (docs/guide/shard/replicas.md).
 
 Imports `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`, `storage` and the ground.
 Start with `sync`: Replicas has the call and its checks, and finds the ranks that hold the same ids. `merging`
