@@ -64,7 +64,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     if options.device == "cuda":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", options.world_size))
         if missing := missing_for_cuda(here):
-            parser.error(f"--device cuda: expected {missing}. See docs/guide/install.md.")
+            parser.error(f"--device cuda: expected {missing}. See docs/guide/start/install.md.")
     if options.data is None and options.steps is None:
         options.steps = STEPS_OF_STREAM
     return options

@@ -142,7 +142,7 @@ def test_cpp_answers_as_python_does(tmp_path, dtype, monkeypatch):
 def test_the_page_does_what_it_says(tmp_path):
     """Blocks of the page in their order: those of python run every day without those of py and bash."""
     (tmp_path / "examples").symlink_to(FOLDER.parent)
-    page = (FOLDER.parents[1] / "docs" / "guide" / "serving_cpp.md").read_text()
+    page = (FOLDER.parents[1] / "docs" / "guide" / "serve" / "cpp.md").read_text()
     blocks = [found for found in pages.BLOCK.findall(page) if found[0] in ("python", "py", "bash")]
     assert [kind for kind, _ in blocks].count("bash") == 2
     lines = ["import subprocess, warnings", "warnings.simplefilter('ignore')"]
