@@ -44,6 +44,7 @@ highlight_language = "none"
 # Docstrings: Google style, single backticks are code.
 default_role = "literal"
 napoleon_numpy_docstring = False
+napoleon_attr_annotations = False  # fields have their types in the signature
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_typehints_format = "short"
