@@ -284,13 +284,10 @@ class _LifeStep:
         sizes = np.diff(offsets.numpy())
         if earlier is not None:
             sizes = sizes + earlier.numpy()
-        ends = offsets.tolist()
-        counts = {
-            t: _num_distinct(scored[ends[t] : ends[t + 1]])
-            if earlier is None
-            else _num_seen(self._tables[t], scored[ends[t] : ends[t + 1]])
-            for t in np.flatnonzero(sizes > self._living.row_limits).tolist()
-        }
+        counts: dict[int, Tensor] = {}
+        for t in np.flatnonzero(sizes > self._living.row_limits).tolist():
+            own = scored[slice(*offsets[t : t + 2].tolist())]
+            counts[t] = _num_distinct(own) if earlier is None else _num_seen(self._tables[t], own)
         return dict(zip(counts, read([*counts.values()]), strict=True))
 
     def _reserve(self, looked_at: set[int]) -> dict[int, int]:
