@@ -290,7 +290,7 @@ def find_and_pool(
     out = ids.new_empty(elements if pools else 0, dtype=dtype)
     if pools and segments is None:
         out = ids.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
-    numbers = first_bags.new_empty(first_bags.shape[0] + 3 * first_features.shape[0])
+    numbers = first_bags.new_empty(first_bags.shape[0] + 3 * first_features.shape[0] - 1)
     bags, fresh, index = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     new = ids.new_empty(fresh), ids.new_empty(fresh), ids.new_empty(index)
     return out, torch.empty_like(ids), ids.new_empty(bags), numbers, *new

@@ -38,7 +38,7 @@ enum class Pools : int64_t { kNothing, kKnown, kAll };
 // Whether the distinct absent ids of a batch are listed. A device that expects some lists them before its host waits.
 enum class Collects : int64_t { kNever, kIfAbsent, kExpected };
 
-// The result `numbers`.
+// The result `numbers`, and behind it a word of a device.
 struct BatchNumbers {
   BatchNumbers(int64_t* words, int64_t features, int64_t tables)
       : begins(words),
@@ -47,13 +47,13 @@ struct BatchNumbers {
         new_offsets(absent + tables),
         is_wrong(new_offsets + tables + 1) {}
 
-  static int64_t count(int64_t features, int64_t tables) { return features + 3 * tables + 4; }
+  static int64_t count(int64_t features, int64_t tables) { return features + 3 * tables + 3; }
 
   int64_t* begins;         // [F + 1] of the ids of each feature
   int64_t* table_offsets;  // [T + 1] of the ids of each table
   int64_t* absent;         // [T]
   int64_t* new_offsets;    // [T + 1] of the new ids of each table
-  int64_t* is_wrong;       // 1 if lengths or offsets are wrong, else 0
+  int64_t* is_wrong;       // the word: 1 if lengths or offsets are wrong, else 0
 };
 
 // out, rows, offsets, numbers, new_ids, new_counts, new_index (csrc/library.cpp).

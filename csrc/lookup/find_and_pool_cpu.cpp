@@ -85,9 +85,8 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& call) {
     return FindAndPoolResult{out, rows, bag_offsets, numbers, found.ids, found.counts, found.index};
   };
   if (!write_offsets(call, batch.bags, offset)) {
-    *own.is_wrong = 1;
     std::fill(row, row + rows.numel(), kNoRow);
-    return result();
+    return {out, rows, bag_offsets, none, none, none, none};
   }
   for (int64_t f = 0; f <= batch.features; ++f) own.begins[f] = offset[batch.first_bags[f]];
   for (int64_t t = 0; t <= count; ++t) own.table_offsets[t] = own.begins[batch.first_features[t]];

@@ -125,11 +125,13 @@ def lowest_rows(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Cho
     returned only if no others were last seen before.
     """
     listed = [one for one in searches if one.lists]
-    chosen = [_fronts(listed, handle)]
-    short = [one for one in listed if one.table not in chosen[0].sizes]
-    if short:
-        list_rows([_listing(one) for one in short], like, handle)
-        chosen.append(_fronts(short, handle))
+    chosen: list[Chosen] = []
+    if listed:
+        chosen = [_fronts(listed, handle)]
+        short = [one for one in listed if one.table not in chosen[0].sizes]
+        if short:
+            list_rows([_listing(one) for one in short], like, handle)
+            chosen.append(_fronts(short, handle))
     others = [one for one in searches if not any(one.table in part.sizes for part in chosen)]
     if others:
         chosen.append(_searched(others, like, handle))

@@ -326,12 +326,12 @@ class TableGroup:
             lists.prepared.get(), self.is_mean, pools, collects, 0 if bags is None else bags.elements,
             self.output_dtype,
         )  # fmt: skip
-        count = len(self.tables)
-        begins, table_offsets, absent, new_offsets, is_wrong = numbers.split_with_sizes(
-            (batch.first_bags.numel(), count + 1, count, count + 1, 1)
-        )
-        if is_wrong:
+        if not numbers.numel():
             raise wrong_bags(self.tables, batch)
+        count = len(self.tables)
+        begins, table_offsets, absent, new_offsets = numbers.split_with_sizes(
+            (batch.first_bags.numel(), count + 1, count, count + 1)
+        )
         batch.offsets, batch.begins, batch.table_offsets = offsets, begins, table_offsets
         if self._uses is not None and batch.training:
             batch.uses = self._uses.of_ids(begins.diff(), batch.ids)
