@@ -147,9 +147,26 @@ inline void check_size(const char* op, const char* what, int64_t expected, int64
   TORCHREC_DYN_CHECK(expected == got, op, ": expected ", what, " = ", expected, ", got ", got, ".");
 }
 
+// Checks a tensor with one number for each of `count` things.
+inline void check_numbers(const char* op, const char* name, const Tensor& numbers, ScalarType type, int64_t count,
+                          const Device& device = DeviceType::CPU) {
+  check_tensor(op, name, numbers, type, device);
+  TORCHREC_DYN_CHECK(numbers.numel() == count, op, ": expected the number of ", name, " = ", count, ", got ",
+                     numbers.numel(), ".");
+}
+inline void check_numbers(const char* op, const char* name, const std::optional<Tensor>& numbers, ScalarType type,
+                          int64_t count, const Device& device = DeviceType::CPU) {
+  if (numbers) check_numbers(op, name, *numbers, type, count, device);
+}
+
 template <typename T>
 const T* const_data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
+}
+// Null if there is no tensor.
+template <typename T>
+const T* const_data(const std::optional<Tensor>& tensor) {
+  return tensor ? const_data<T>(*tensor) : nullptr;
 }
 
 template <typename T>
@@ -196,8 +213,7 @@ inline Tensor new_int64(int64_t size) { return new_tensor({size}, ScalarType::Lo
 
 // table_offsets [T + 1]: the ids of table t are [table_offsets[t], table_offsets[t + 1]).
 inline void check_table_offsets(const char* op, const Tensor& offsets, int64_t tables, int64_t ids) {
-  check_tensor(op, "table_offsets", offsets, ScalarType::Long);
-  check_size(op, "the number of table_offsets", tables + 1, offsets.numel());
+  check_numbers(op, "table_offsets", offsets, ScalarType::Long, tables + 1);
   const int64_t* offset = const_data<int64_t>(offsets);
   TORCHREC_DYN_CHECK(offset[0] == 0, op, ": expected table_offsets to start at 0, got ", offset[0], ".");
   for (int64_t t = 0; t < tables; ++t)

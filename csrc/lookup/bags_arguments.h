@@ -153,10 +153,8 @@ inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, 
 
 inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids,
                                     const Device& device) {
-  if (!bag_weights.has_value()) return nullptr;
-  check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float, device);
-  check_size(op, "the number of bag_weights", ids, bag_weights->numel());
-  return const_data<float>(*bag_weights);
+  check_numbers(op, "bag_weights", bag_weights, ScalarType::Float, ids, device);
+  return const_data<float>(bag_weights);
 }
 
 inline void check_rows_inside(const char* op, bool inside, int64_t capacity) {

@@ -45,13 +45,9 @@ struct TouchCall {
     check_size(kOp, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
     check_tensor(kOp, "rows", rows, ScalarType::Long, tables->device);
     check_table_offsets(kOp, table_offsets, count, rows.numel());
-    check_tensor(kOp, "steps", steps, ScalarType::Long);
-    check_size(kOp, "the number of steps", count, steps.numel());
+    check_numbers(kOp, "steps", steps, ScalarType::Long, count);
     for (int64_t t = 0; t < count; ++t) check_step(const_data<int64_t>(steps)[t]);
-    if (times) {
-      check_tensor(kOp, "times", *times, ScalarType::Long, rows.device());
-      check_size(kOp, "the number of times", rows.numel(), times->numel());
-    }
+    check_numbers(kOp, "times", times, ScalarType::Long, rows.numel(), rows.device());
     SeparateMemory().reads(rows).reads(table_offsets).reads(steps).reads(times).check(kOp, &tables->written);
   }
 };
@@ -97,10 +93,8 @@ struct WriteScoresCall {
 
   void check() const {
     of.check();
-    for (const Tensor* numbers : {&last_seen, &counts}) {
-      check_tensor(kOp, "last_seen and counts", *numbers, ScalarType::Long, rows.device());
-      check_size(kOp, "the number of last_seen and counts", rows.numel(), numbers->numel());
-    }
+    for (const Tensor& numbers : {last_seen, counts})
+      check_numbers(kOp, "last_seen and counts", numbers, ScalarType::Long, rows.numel(), rows.device());
     SeparateMemory memory;
     memory.reads(rows).reads(table_offsets).reads(last_seen).reads(counts).check(kOp, &of.tables->written);
   }

@@ -30,7 +30,7 @@ void touch_scores_(const TouchCall& call) {
   const int64_t* row = const_data<int64_t>(call.rows);
   const int64_t* offset = const_data<int64_t>(call.table_offsets);
   const int64_t* step = const_data<int64_t>(call.steps);
-  const int64_t* often = call.times ? const_data<int64_t>(*call.times) : nullptr;
+  const int64_t* often = const_data<int64_t>(call.times);
   for (int64_t i = 0; often && i < call.rows.numel(); ++i) check_times(often[i]);
   std::vector<int64_t> touched_rows(words.size());  // rows of each table with scores
   for (size_t t = 0; t < words.size(); ++t) {

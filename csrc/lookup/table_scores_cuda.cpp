@@ -14,10 +14,9 @@ void touch_scores_(const TouchCall& given) {
   const int64_t n = given.rows.numel();
   if (n == 0) return;
   DeviceCall call(given.rows);
-  const int64_t* often = given.times ? const_data<int64_t>(*given.times) : nullptr;
   const TouchedRows batch{
       const_data<int64_t>(given.rows),
-      often,
+      const_data<int64_t>(given.times),
       n,
       send_scores(call, *given.tables, const_data<int64_t>(given.table_offsets), const_data<int64_t>(given.steps)),
       call.zeros<int64_t>(1),
