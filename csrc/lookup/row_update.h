@@ -36,6 +36,8 @@
 #include <utility>
 
 #include "simd.h"
+#include "storage/blocks.h"
+#include "storage/row_marks.h"
 
 namespace torchrec_dyn {
 
@@ -418,5 +420,23 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, co
   else
     update_rare_row(rule, correction, square, ratio, g, w, states, n);
 }
+
+// The arguments of stochastic rounding and bias correction: one line of `streams` [T, 3] int64.
+struct Stream {
+  uint64_t rounding_key;
+  int64_t first_column;
+  int64_t step;
+};
+
+// A table of an update: the blocks of its rows, states and marks, and the numbers that all its rows share.
+template <typename T>
+struct UpdatedTable {
+  RowBlocks<T> weights;
+  RowBlocks<float> states[kMostStates];  // without blocks: the rule has no such state
+  MarkBits marks;                        // without blocks: the table keeps no marks
+  Stream stream;
+  BiasCorrection correction;
+  float grad_scale;  // factor of a row's gradient sum
+};
 
 }  // namespace torchrec_dyn

@@ -11,8 +11,7 @@
 #include "lookup/bags_arguments.h"
 #include "lookup/prepared_tables.h"
 #include "lookup/row_update.h"
-#include "lookup/senders_arguments.h"
-#include "lookup/updated_table.h"
+#include "lookup/senders.h"
 #include "storage/blocks_arguments.h"
 #include "storage/row_marks.h"
 #include "struct_kernel.h"
@@ -124,6 +123,12 @@ inline void check_step(const char* op, bool is_valid, int64_t step) {
   TORCHREC_DYN_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
 }
 
+// `lowest` and `highest`: of all senders and -1.
+inline void check_sender_range(const char* op, int64_t lowest, int64_t highest) {
+  TORCHREC_DYN_CHECK(lowest == -1 && highest < kMostSenders, op, ": expected senders in [-1, ", kMostSenders, "), got ",
+                     lowest, " to ", highest, ".");
+}
+
 inline void check_nonfinite(const char* op, int64_t rows) {
   TORCHREC_DYN_CHECK(
       rows == 0, op, ": expected finite weights and optimizer states after the update, got NaN or infinity in ", rows,
@@ -157,9 +162,9 @@ inline UpdateArguments read_update(const char* op, const UpdateBatch& call, cons
   const int64_t ids = call.ids.numel();
   check_tensor(op, "grad", call.grad, ScalarType::Float, device);
   check_tensor(op, "ids", call.ids, ScalarType::Long, device);
-  check_tensor(op, "rows", call.rows, ScalarType::Long, device);
+  check_numbers(op, "rows", call.rows, ScalarType::Long, ids, device);
+  check_numbers(op, "senders", call.senders, ScalarType::Int, ids, device);
   check_tensor(op, "streams", call.streams, ScalarType::Long);
-  check_size(op, "the number of rows", ids, call.rows.numel());
   TORCHREC_DYN_CHECK(ids < std::numeric_limits<uint32_t>::max(), op, ": expected fewer than 2^32 - 1 ids, got ", ids,
                      ". Split the batch.");
   TORCHREC_DYN_CHECK(!call.offsets || call.offsets->numel() <= int64_t{1} << 32, op,

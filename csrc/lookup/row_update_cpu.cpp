@@ -14,10 +14,8 @@
 #include "lookup/row_update.h"
 #include "lookup/row_update_arguments.h"
 #include "lookup/senders.h"
-#include "lookup/senders_arguments.h"
 #include "lookup/table_segments_cpu.h"
 #include "lookup/update_workspace_cpu.h"
-#include "lookup/updated_table.h"
 #include "parallel.h"
 #include "row_parts_cpu.h"
 #include "simd.h"
@@ -410,6 +408,20 @@ int64_t refused_rows(const std::vector<int64_t>& nonfinite, const std::vector<On
   int64_t rows = 0;
   for (size_t t = 0; t < tables.size(); ++t) rows += tables[t] == OnNonfinite::kError ? nonfinite[t] : 0;
   return rows;
+}
+
+// Reads and checks the senders of all ids.
+Senders read_senders(const char* op, const std::optional<Tensor>& given, int64_t ids) {
+  const auto* sender = const_data<int32_t>(given);
+  if (sender == nullptr) return {};
+  int32_t lowest = -1;
+  int32_t highest = -1;
+  for (int64_t i = 0; i < ids; ++i) {
+    lowest = std::min(lowest, sender[i]);
+    highest = std::max(highest, sender[i]);
+  }
+  check_sender_range(op, lowest, highest);
+  return {sender, highest + 1};
 }
 
 // Checks the steps of the tables that have rows in the batch.

@@ -3,12 +3,12 @@
 #include <bit>
 #include <limits>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "device_call.h"
 #include "lookup/row_update_arguments.h"
 #include "lookup/row_update_kernels.h"
-#include "lookup/senders_arguments.h"
 #include "sent_lists.h"
 
 namespace torchrec_dyn {
@@ -116,6 +116,9 @@ struct SentUpdate {
   uint64_t end_key;
 };
 
+template <Visit kVisit>
+using VisitOf = std::integral_constant<Visit, kVisit>;
+
 // Sorts the ids and updates their rows. Key: an unsigned word for keys.
 template <typename Key, typename T>
 void update_sorted(DeviceCall& call, const UpdateBatch& given, const UpdateArguments& read, const SentUpdate<T>& sent,
@@ -141,39 +144,28 @@ void update_sorted(DeviceCall& call, const UpdateBatch& given, const UpdateArgum
     return SortedGrads<Key, Shape>{sorted, terms, const_data<float>(given.grad), pieces, columns};
   };
   const RuleFacts facts = rule_facts(read.rule.optimizer);
-  const auto* all_ids = const_data<int64_t>(given.ids);
+  const bool may_fail = has(on_nonfinite, OnNonfinite::kError);
+  float* const ratios = read.rule.has_ratio() ? call.allocate_for<float>(n) : nullptr;
+  int64_t* const tried = may_fail || has(on_nonfinite, OnNonfinite::kSkip) ? call.allocate_for<int64_t>(n) : nullptr;
+  const auto visit_rows = [&]<Visit kVisit, typename Shape>(VisitOf<kVisit>, Shape shape) {
+    simt::launch_tiles(call.stream(), n,
+                       UpdateRows<T, Key, Shape, kVisit>{grads(shape), sent.tables, read.rule, facts,
+                                                         facts.is_rowwise(), !read.marks.empty(),
+                                                         const_data<int64_t>(given.ids), divisors, tried, ratios});
+  };
   with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
     simt::launch_tiles(call.stream(), lines, SumPieces<Key, Shape>{grads(shape)});
   });
-  float* const ratios = read.rule.has_ratio() ? call.allocate_for<float>(n) : nullptr;
-  if (ratios != nullptr)
-    simt::launch_tiles(
-        call.stream(), n,
-        UpdateRows<T, Key, AnyTile, Visit::kMeasure>{grads(AnyTile{}), sent.tables, read.rule, facts,
-                                                     facts.is_rowwise(), false, all_ids, divisors, nullptr, ratios});
-  const bool may_fail = has(on_nonfinite, OnNonfinite::kError);
-  if (may_fail || has(on_nonfinite, OnNonfinite::kSkip)) {
-    auto* tried = call.allocate_for<int64_t>(n);
-    simt::launch_tiles(
-        call.stream(), n,
-        UpdateRows<T, Key, AnyTile, Visit::kTry>{grads(AnyTile{}), sent.tables, read.rule, facts, facts.is_rowwise(),
-                                                 false, all_ids, divisors, tried, ratios});
+  if (ratios != nullptr) visit_rows(VisitOf<Visit::kMeasure>{}, AnyTile{});
+  if (tried != nullptr) {
+    visit_rows(VisitOf<Visit::kTry>{}, AnyTile{});
     if (may_fail) simt::launch(call.stream(), 1, RefuseNonfinite{ids.wrong});
     divisors = tried;
   }
-  if (!read.rule.is_common()) {
-    simt::launch_tiles(call.stream(), n,
-                       UpdateRows<T, Key, AnyTile, Visit::kUpdateByAny>{grads(AnyTile{}), sent.tables, read.rule, facts,
-                                                                        facts.is_rowwise(), !read.marks.empty(),
-                                                                        all_ids, divisors, nullptr, ratios});
-    return;
-  }
-  with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
-    simt::launch_tiles(
-        call.stream(), n,
-        UpdateRows<T, Key, Shape, Visit::kUpdate>{grads(shape), sent.tables, read.rule, facts, facts.is_rowwise(),
-                                                  !read.marks.empty(), all_ids, divisors, nullptr, ratios});
-  });
+  if (read.rule.is_common())
+    with_tile<Key>(sent.width, [&](auto shape) { visit_rows(VisitOf<Visit::kUpdate>{}, shape); });
+  else
+    visit_rows(VisitOf<Visit::kUpdateByAny>{}, AnyTile{});
 }
 
 template <typename T>
@@ -223,7 +215,7 @@ void update(const char* op, const UpdateBatch& given, const UpdateArguments& rea
                         static_cast<int64_t>(keyed.tables.size()),
                         n,
                         const_data<int64_t>(given.rows),
-                        sender_data(op, given.senders, n, call.device()),
+                        const_data<int32_t>(given.senders),
                         keyed.end,
                         wrong},
                        sent.add(tables),

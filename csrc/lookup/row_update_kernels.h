@@ -22,7 +22,6 @@
 #include "lookup/row_update.h"
 #include "lookup/tile_columns.h"
 #include "lookup/update_keys_kernels.h"
-#include "lookup/updated_table.h"
 #include "simt_tiles.h"
 #include "storage/blocks.h"
 #include "storage/rounding.h"
@@ -233,7 +232,7 @@ struct TableHead {
   float grad_scale;
 };
 
-// A table of an update (updated_table.h) as tiles read it.
+// A table of an update (UpdatedTable) as tiles read it.
 template <typename T>
 struct alignas(Unit16) TileTable {
   TableHead<T> head;
