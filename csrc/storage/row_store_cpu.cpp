@@ -81,7 +81,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   check_scattered_size(rows, values, shift, columns);
   dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
-    check_tensor("scatter_rows_", "values", values, scalar_type_of<T>());
+    check_tensor("scatter_rows_", "values", values, kDtypeOf<T>);
     BlockList<T> list("scatter_rows_", "blocks", blocks);
     const RowBlocks<T> table = list.rows(layout_of_one("scatter_rows_", blocks, shift, columns), columns);
     check_rows("scatter_rows_", rows, 0, table.capacity);

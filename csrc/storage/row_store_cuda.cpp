@@ -100,7 +100,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   check_scattered_size(rows, values, shift, columns);
   dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
-    check_tensor("scatter_rows_", "values", values, scalar_type_of<T>(), kDevice);
+    check_tensor("scatter_rows_", "values", values, kDtypeOf<T>, kDevice);
     DeviceCall call(values);
     const DeviceRows<T> device_rows("scatter_rows_", call, blocks, shift, columns);
     check_tensor("scatter_rows_", "rows", rows, ScalarType::Long, values.device());
