@@ -482,11 +482,13 @@ struct UpdateRows {
       else
         update_row(rule, row.table.correction, square, ratios == nullptr ? 1.0f : ratios[own.k], sums[lane].numbers,
                    updated.numbers, states_of(states, lane).places, Shape::kLaneColumns);
-      if constexpr (kVisit == Visit::kTry) {
-        look_at_weights(row, own, updated.numbers, slice, lane, looked);
+      if constexpr (kVisit == Visit::kTry) {  // looks at the numbers that an update would store
+        with_stored(row, own, updated.numbers, slice, lane,
+                    [&](const auto& numbers) { looked.look(lane, numbers, slice); });
         for (int s = 0; s < kStates; ++s) look_at_state(facts.states[s], states[s][lane].numbers, lane, slice, looked);
       } else {
-        store_weights(row, own, updated.numbers, slice, lane);
+        with_stored(row, own, updated.numbers, slice, lane,
+                    [&](const auto& numbers) { store_lane(numbers, slice, lane, row.weights); });
         for (int s = 0; s < kStates; ++s)
           store_state(facts.states[s], row.table.states[s], row, states[s][lane].numbers, lane, slice);
       }
@@ -519,15 +521,17 @@ struct UpdateRows {
     if (width == StateWidth::kColumns) store_lane(from, slice, lane, states.row(row.number));
   }
 
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void store_weights(const UpdatedRow<T>& row, const RowIds& own,
-                                                           const float (&from)[Shape::kLaneColumns],
-                                                           const Slice<Shape>& slice, int lane) const {
+  // Calls use(numbers) with the weights of a lane as the row stores them.
+  template <typename Use>
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void with_stored(const UpdatedRow<T>& row, const RowIds& own,
+                                                         const float (&from)[Shape::kLaneColumns],
+                                                         const Slice<Shape>& slice, int lane, const Use& use) const {
     if constexpr (sizeof(T) == sizeof(float)) {
-      store_lane(from, slice, lane, row.weights);
+      use(from);
     } else {
       T numbers[Shape::kLaneColumns];
       round(row, own, from, slice, lane, numbers);
-      store_lane(numbers, slice, lane, row.weights);
+      use(numbers);
     }
   }
 
@@ -546,20 +550,6 @@ struct UpdateRows {
         store_stochastic(from[u * kUnitColumns + c], static_cast<uint16_t>(word >> (16 * past)),
                          &numbers[u * kUnitColumns + c]);
       }
-    }
-  }
-
-  // A trial looks at the numbers that an update would store.
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void look_at_weights(const UpdatedRow<T>& row, const RowIds& own,
-                                                             const float (&from)[Shape::kLaneColumns],
-                                                             const Slice<Shape>& slice, int lane,
-                                                             Looked& looked) const {
-    if constexpr (sizeof(T) == sizeof(float)) {
-      looked.look(lane, from, slice);
-    } else {
-      T numbers[Shape::kLaneColumns];
-      round(row, own, from, slice, lane, numbers);
-      looked.look(lane, numbers, slice);
     }
   }
 

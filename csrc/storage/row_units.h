@@ -3,8 +3,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "both_devices.h"
+#include "simd.h"
 #include "storage/row_types.h"
 
 namespace torchrec_dyn {
@@ -17,27 +18,13 @@ struct alignas(kMostUnitBytes) Unit16 {
 };
 
 template <int kBytes>
-struct UnitOf;
-template <>
-struct UnitOf<2> {
-  using Type = uint16_t;
-};
-template <>
-struct UnitOf<4> {
-  using Type = uint32_t;
-};
-template <>
-struct UnitOf<8> {
-  using Type = uint64_t;
-};
-template <>
-struct UnitOf<16> {
-  using Type = Unit16;
-};
+using UnitOf =
+    std::conditional_t<kBytes == 16, Unit16,
+                       std::conditional_t<kBytes == 8, uint64_t, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
 
 // kColumns columns of a row as they are in memory. Requires an address that is a multiple of their size.
 template <typename T, int kColumns>
-using ColumnUnit = typename UnitOf<kColumns* static_cast<int>(sizeof(T))>::Type;
+using ColumnUnit = UnitOf<kColumns* static_cast<int>(sizeof(T))>;
 
 template <typename T, int kColumns>
 TORCHREC_DYN_BOTH inline ColumnUnit<T, kColumns> load_unit(const T* from) {
@@ -75,6 +62,17 @@ TORCHREC_DYN_BOTH inline void store_unit(const Unit16& unit, void* to) {
 #else
   *static_cast<Unit16*>(to) = unit;
 #endif
+}
+
+constexpr int kUnitColumns = 4;
+
+// Writes kUnitColumns numbers. Requires an address that is a multiple of their size.
+template <typename T>
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void store_unit_of(const T* numbers, T* to) {
+  if constexpr (sizeof(T) == sizeof(float))
+    store_unit(Unit16{{word_of(numbers, 2), word_of(numbers + 2, 2)}}, to);
+  else
+    *reinterpret_cast<uint64_t*>(to) = word_of(numbers, kUnitColumns);
 }
 
 // Rounds kColumns numbers to nearest. `is_whole`: `to` is a multiple of their size, or of 16 bytes.
