@@ -1,3 +1,4 @@
+#include "life/lowest_scores_kernels.h"
 #include "lookup/admission_kernels.h"
 #include "lookup/listed_rows_kernels.h"
 #include "lookup/row_changes_kernels.h"
@@ -24,5 +25,17 @@ TORCHREC_DYN_LAUNCH(ForgetScores);
 TORCHREC_DYN_LAUNCH(ReadTableScores);
 TORCHREC_DYN_LAUNCH(CheckWrittenRows);
 TORCHREC_DYN_LAUNCH(WriteTableScores);
+
+TORCHREC_DYN_LAUNCH(CountKeys);
+TORCHREC_DYN_LAUNCH(AddCopies);
+TORCHREC_DYN_LAUNCH(ChooseDigit);
+TORCHREC_DYN_LAUNCH(MarkLowest);
+TORCHREC_DYN_LAUNCH(CountMarked);
+TORCHREC_DYN_LAUNCH(ChooseTies);
+TORCHREC_DYN_LAUNCH(ListLowest);
+TORCHREC_DYN_LAUNCH(FlagTies);
+TORCHREC_DYN_LAUNCH(WriteLowest);
+TORCHREC_DYN_LAUNCH(CheckTouchedRows);
+TORCHREC_DYN_LAUNCH(TouchScores);
 
 }  // namespace torchrec_dyn

@@ -42,6 +42,8 @@
 namespace torchrec_dyn {
 
 constexpr int64_t kPieceIds = 256;
+// Ranks that send ids. On a CPU every task keeps one number for each.
+constexpr int32_t kMostSenders = 1 << 20;
 
 // An error in the contents of an update, as kernels report it (device_errors.h), after the name of the op. Then
 // follow two offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step; how

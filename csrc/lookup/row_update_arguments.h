@@ -11,7 +11,6 @@
 #include "lookup/bags_arguments.h"
 #include "lookup/prepared_tables.h"
 #include "lookup/row_update.h"
-#include "lookup/senders.h"
 #include "storage/blocks_arguments.h"
 #include "storage/row_marks.h"
 #include "struct_kernel.h"

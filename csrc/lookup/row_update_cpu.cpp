@@ -13,7 +13,6 @@
 #include "lookup/row_runs_cpu.h"
 #include "lookup/row_update.h"
 #include "lookup/row_update_arguments.h"
-#include "lookup/senders.h"
 #include "lookup/table_segments_cpu.h"
 #include "lookup/update_workspace_cpu.h"
 #include "parallel.h"
@@ -56,7 +55,6 @@ GradPlaces find_grad_places(const Bags& bags, int64_t ids, bool mean) {
   return places;
 }
 
-template <typename T>
 struct UpdateJob {
   const Bags& bags;
   const GradPlaces& places;
@@ -71,7 +69,7 @@ struct UpdateJob {
 // The rows of a part, with all data that their updates read.
 template <typename T>
 struct Runs {
-  const UpdateJob<T>& job;
+  const UpdateJob& job;
   const UpdatedTable<T>& table;
   std::span<const Run> runs;
   const uint32_t* positions;
@@ -268,7 +266,7 @@ enum class Pass { kPlain, kGuarded, kTrial };
 template <int64_t kBytes, bool kLooks, bool kCommon, int64_t kColumns, typename T>
 TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspace& workspace, Pass pass) {
   const Runs<T> all = shared;  // copies: the compiler sees that no store changes them
-  const UpdateJob<T> job = all.job;
+  const UpdateJob job = all.job;
   UpdatedTable<T> table = all.table;
   if (kColumns > 0) table.weights.columns = kColumns;
   const std::span<const Run> runs = all.runs;
@@ -375,8 +373,8 @@ constexpr size_t kMostEarlyGrads = (size_t{256} << 10) / sizeof(float);
 
 // Returns the number of rows that would not be finite.
 template <typename T>
-int64_t run_part(const UpdateJob<T>& job, const TableSegments& segments, const UpdatedTable<T>& table,
-                 const RowPart& part, Pass pass, Workspace& workspace) {
+int64_t run_part(const UpdateJob& job, const TableSegments& segments, const UpdatedTable<T>& table, const RowPart& part,
+                 Pass pass, Workspace& workspace) {
   const int64_t mask = part.parts - 1, columns = table.weights.columns;
   RowRuns& rows = workspace.rows;
   rows.clear();
@@ -449,7 +447,7 @@ void update(const char* op, const UpdateBatch& call, const PreparedTables& prepa
   dispatch_row_type(op, prepared.row_type, [&](auto zero) {
     using T = decltype(zero);
     const UpdatedTables<T> updated(op, call, read, prepared);
-    const UpdateJob<T> job{
+    const UpdateJob job{
         bags, places,   const_data<float>(call.grad), const_data<int64_t>(call.ids), row, read.bag_weights,
         sent, read.rule};
     const std::vector<int64_t> table_ids = segments.ids();

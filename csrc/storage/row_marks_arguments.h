@@ -8,7 +8,6 @@
 #include "checks.h"
 #include "storage/blocks_arguments.h"
 #include "storage/row_marks.h"
-#include "storage/table_words.h"
 #include "struct_kernel.h"
 
 namespace torchrec_dyn {
