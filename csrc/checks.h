@@ -104,8 +104,12 @@ class SeparateMemory {
     for (const Tensor& tensor : tensors) add(written_, tensor);
     return *this;
   }
-  SeparateMemory& reads(const Tensor& tensor) { return add(read_, tensor); }
-  SeparateMemory& reads(const std::optional<Tensor>& tensor) { return tensor ? add(read_, *tensor) : *this; }
+  // Tensors, or optional ones.
+  template <typename... Tensors>
+  SeparateMemory& reads(const Tensors&... tensors) {
+    (read(tensors), ...);
+    return *this;
+  }
 
   // `others`: more memory that the op writes, whose ranges were checked before.
   void check(const char* op, const SeparateMemory* others = nullptr) {
@@ -124,6 +128,11 @@ class SeparateMemory {
   struct Range {
     uintptr_t begin, end;
   };
+
+  void read(const Tensor& tensor) { add(read_, tensor); }
+  void read(const std::optional<Tensor>& tensor) {
+    if (tensor) add(read_, *tensor);
+  }
 
   // `sorted`: ranges that do not overlap.
   static bool overlaps(const std::vector<Range>& sorted, const Range& range) {

@@ -66,6 +66,8 @@ struct GatherPoolCall {
 };
 
 struct PoolPreparedCall {
+  static constexpr const char* kOp = "pool_prepared_";
+
   ArgumentReader arguments;
 
   Tensor out = arguments.read<Tensor>();
@@ -75,34 +77,28 @@ struct PoolPreparedCall {
   std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
   Tensor segments = arguments.read<Tensor>();
-  Tensor handle = arguments.read<Tensor>();
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
   bool mean = arguments.read<bool>();
 
-  Handles::Shared tables() const { return Handles::all().get("pool_prepared_", handle); }
-
-  PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
-    PooledBags given{"pool_prepared_", prepared, rows, mean};
-    check_pooled_type(given.op, out.scalar_type());
-    check_tensor(given.op, "out", out, out.scalar_type(), prepared.device);
-    SeparateMemory()
-        .writes(out)
-        .reads(rows)
-        .reads(offsets)
-        .reads(bag_weights)
-        .reads(new_index)
-        .reads(initial_ids)
-        .check(given.op, &prepared.written);
-    check_numbers(given.op, "new_index", new_index, ScalarType::Long, rows.numel(), prepared.device);
+  PooledBags bags(bool reads_offsets) const {
+    PooledBags given{kOp, *tables, rows, mean};
+    check_pooled_type(kOp, out.scalar_type());
+    check_tensor(kOp, "out", out, out.scalar_type(), tables->device);
+    SeparateMemory memory;
+    memory.writes(out).reads(rows, offsets, bag_weights, new_index, initial_ids).check(kOp, &tables->written);
+    check_numbers(kOp, "new_index", new_index, ScalarType::Long, rows.numel(), tables->device);
     given.new_index = const_data<int64_t>(new_index);
     given.read_bags_of(offsets, segments, out.numel(), reads_offsets);
     given.read_initial_ids(initial_ids);
-    given.bag_weights = bag_weight_data(given.op, bag_weights, rows.numel(), prepared.device);
+    given.bag_weights = bag_weight_data(kOp, bag_weights, rows.numel(), tables->device);
     given.is_checked = true;
     return given;
   }
 };
 
 struct WeightsGradCall {
+  static constexpr const char* kOp = "weights_grad_prepared";
+
   ArgumentReader arguments;
 
   Tensor grad = arguments.read<Tensor>();
@@ -110,14 +106,12 @@ struct WeightsGradCall {
   std::optional<Tensor> initial_ids = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
   Tensor segments = arguments.read<Tensor>();
-  Tensor handle = arguments.read<Tensor>();
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
   bool mean = arguments.read<bool>();
 
-  Handles::Shared tables() const { return Handles::all().get("weights_grad_prepared", handle); }
-
-  PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
-    PooledBags given{"weights_grad_prepared", prepared, rows, mean};
-    check_tensor(given.op, "grad", grad, ScalarType::Float, prepared.device);
+  PooledBags bags(bool reads_offsets) const {
+    PooledBags given{kOp, *tables, rows, mean};
+    check_tensor(kOp, "grad", grad, ScalarType::Float, tables->device);
     given.read_bags_of(offsets, segments, grad.numel(), reads_offsets);
     given.read_initial_ids(initial_ids);
     return given;

@@ -60,9 +60,7 @@ struct PreparedUpdateCall {
   ArgumentReader arguments;
 
   UpdateBatch batch{arguments};
-  Tensor handle = arguments.read<Tensor>();
-
-  Handles::Shared tables() const { return Handles::all().get("update_prepared_", handle); }
+  Handles::Shared tables = Handles::all().get("update_prepared_", arguments.read<Tensor>());
 };
 
 // What the host has read of the arguments.
@@ -176,15 +174,9 @@ inline UpdateArguments read_update(const char* op, const UpdateBatch& call, cons
   read.rule = read_rule(op, tables.optimizer, call.hyper);
   check_size(op, "the number of grad_scales", static_cast<int64_t>(tables.count()),
              static_cast<int64_t>(call.grad_scales.size()));
-  SeparateMemory()
-      .writes(call.marks)
-      .reads(call.grad)
-      .reads(call.ids)
-      .reads(call.rows)
-      .reads(call.offsets)
-      .reads(call.bag_weights)
-      .reads(call.senders)
-      .check(op, &tables.written);
+  SeparateMemory memory;
+  memory.writes(call.marks).reads(call.grad, call.ids, call.rows, call.offsets, call.bag_weights, call.senders);
+  memory.check(op, &tables.written);
   return read;
 }
 

@@ -487,7 +487,7 @@ void update(const char* op, const UpdateBatch& call, const PreparedTables& prepa
 
 void update_rows_(const UpdateCall& call) { update("update_rows_", call.batch, call.tables(DeviceType::CPU)); }
 
-void update_prepared_(const PreparedUpdateCall& call) { update("update_prepared_", call.batch, *call.tables()); }
+void update_prepared_(const PreparedUpdateCall& call) { update("update_prepared_", call.batch, *call.tables); }
 
 }  // namespace
 

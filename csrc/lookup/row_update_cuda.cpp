@@ -244,7 +244,7 @@ void update_rows_(const UpdateCall& given) {
   update("update_rows_", given.batch, given.tables(given.batch.grad.device()));
 }
 
-void update_prepared_(const PreparedUpdateCall& given) { update("update_prepared_", given.batch, *given.tables()); }
+void update_prepared_(const PreparedUpdateCall& given) { update("update_prepared_", given.batch, *given.tables); }
 
 }  // namespace
 
