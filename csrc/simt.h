@@ -12,7 +12,7 @@
 //   - a word that several threads of a launch read and write is accessed by the functions below only, and nothing else
 //     is handed from thread to thread: they do not order other accesses;
 //   - no locks, no waiting for another thread, no exceptions;
-//   - functions that kernels call are marked TORCHREC_DYN_BOTH; bits are scanned by bits.h.
+//   - functions that kernels call are marked TORCHREC_DYN_BOTH; bits are scanned by lowest_bit.
 #pragma once
 
 #include <cstdint>

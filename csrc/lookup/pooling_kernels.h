@@ -18,7 +18,6 @@
 
 #include "bag_lengths_kernels.h"
 #include "device_errors.h"
-#include "division.h"
 #include "lookup/bags.h"
 #include "simt.h"
 #include "storage/blocks.h"

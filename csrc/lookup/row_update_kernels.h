@@ -459,8 +459,11 @@ struct UpdateRows {
                                                     Looked& looked) const {
     Columns states[kStates];
     simt::each_lane<kLanes>([&](int lane) {
-      for (int s = 0; s < kStates; ++s)
-        load_state(facts.states[s], row.table.states[s], row.number, state, lane, slice, states[s][lane].numbers);
+      for (int s = 0; s < kStates; ++s) {
+        states[s][lane].numbers[0] = state;
+        if (facts.states[s] == StateWidth::kColumns)
+          load_lane(row.table.states[s].row(row.number), slice, lane, states[s][lane].numbers);
+      }
     });
     if constexpr (kVisit == Visit::kMeasure) {
       Columns measured;
@@ -482,15 +485,22 @@ struct UpdateRows {
       else
         update_row(rule, row.table.correction, square, ratios == nullptr ? 1.0f : ratios[own.k], sums[lane].numbers,
                    updated.numbers, states_of(states, lane).places, Shape::kLaneColumns);
-      if constexpr (kVisit == Visit::kTry) {  // looks at the numbers that an update would store
-        with_stored(row, own, updated.numbers, slice, lane,
-                    [&](const auto& numbers) { looked.look(lane, numbers, slice); });
-        for (int s = 0; s < kStates; ++s) look_at_state(facts.states[s], states[s][lane].numbers, lane, slice, looked);
-      } else {
-        with_stored(row, own, updated.numbers, slice, lane,
-                    [&](const auto& numbers) { store_lane(numbers, slice, lane, row.weights); });
-        for (int s = 0; s < kStates; ++s)
-          store_state(facts.states[s], row.table.states[s], row, states[s][lane].numbers, lane, slice);
+      with_stored(row, own, updated.numbers, slice, lane, [&](const auto& numbers) {
+        if constexpr (kVisit == Visit::kTry)
+          looked.look(lane, numbers, slice);
+        else
+          store_lane(numbers, slice, lane, row.weights);
+      });
+      for (int s = 0; s < kStates; ++s) {
+        const auto& numbers = states[s][lane].numbers;
+        if constexpr (kVisit == Visit::kTry) {
+          if (facts.states[s] == StateWidth::kRow) looked.look(lane, numbers[0]);
+          if (facts.states[s] == StateWidth::kColumns) looked.look(lane, numbers, slice);
+        } else {
+          if (facts.states[s] == StateWidth::kRow && lane == 0 && slice.first == 0) *row.state = numbers[0];
+          if (facts.states[s] == StateWidth::kColumns)
+            store_lane(numbers, slice, lane, row.table.states[s].row(row.number));
+        }
       }
     });
   }
@@ -503,22 +513,6 @@ struct UpdateRows {
     LaneStates of_lane;
     for (int s = 0; s < kStates; ++s) of_lane.places[s] = states[s][lane].numbers;
     return of_lane;
-  }
-
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void load_state(StateWidth width, const TileRows<float>& states,
-                                                               uint32_t number, float row_state, int lane,
-                                                               const Slice<Shape>& slice,
-                                                               float (&to)[Shape::kLaneColumns]) {
-    to[0] = row_state;
-    if (width == StateWidth::kColumns) load_lane(states.row(number), slice, lane, to);
-  }
-
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void store_state(StateWidth width, const TileRows<float>& states,
-                                                                const UpdatedRow<T>& row,
-                                                                const float (&from)[Shape::kLaneColumns], int lane,
-                                                                const Slice<Shape>& slice) {
-    if (width == StateWidth::kRow && lane == 0 && slice.first == 0) *row.state = from[0];
-    if (width == StateWidth::kColumns) store_lane(from, slice, lane, states.row(row.number));
   }
 
   // Calls use(numbers) with the weights of a lane as the row stores them.
@@ -551,13 +545,6 @@ struct UpdateRows {
                          &numbers[u * kUnitColumns + c]);
       }
     }
-  }
-
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void look_at_state(StateWidth width,
-                                                                  const float (&from)[Shape::kLaneColumns], int lane,
-                                                                  const Slice<Shape>& slice, Looked& looked) {
-    if (width == StateWidth::kRow) looked.look(lane, from[0]);
-    if (width == StateWidth::kColumns) looked.look(lane, from, slice);
   }
 
   // The end of the trial of a row.

@@ -22,7 +22,6 @@
 
 #include <cstdint>
 
-#include "bits.h"
 #include "simd.h"
 #include "slot_hash.h"
 

@@ -7,7 +7,6 @@
 
 #include "checks.h"
 #include "storage/blocks_arguments.h"
-#include "storage/row_marks.h"
 #include "struct_kernel.h"
 
 namespace torchrec_dyn {

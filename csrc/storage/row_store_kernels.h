@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "device_errors.h"
-#include "division.h"
 #include "simt.h"
 #include "slot_hash.h"
 #include "storage/blocks.h"

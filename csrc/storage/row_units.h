@@ -1,4 +1,5 @@
-// Neighbouring columns of a row as one piece of memory: GPUs read and write 16 bytes at once.
+// Neighbouring columns of a row as one piece of memory: GPUs read and write 16 bytes at once. And the row and the unit
+// of a thread, by a fast division.
 #pragma once
 
 #include <cstdint>
@@ -109,5 +110,29 @@ TORCHREC_DYN_BOTH inline void load_columns(const T* from, bool is_whole, float (
     for (int k = 0; k < kOnce; ++k) to[c + k] = numbers[k];
   }
 }
+
+// Division by a number that is known before a kernel is launched, of the number of its thread: GPUs have no instruction
+// that divides 64-bit integers, and take about a hundred for it.
+struct Division {
+  int64_t divisor;
+  uint64_t factor;  // 2^64 / divisor, rounded down
+
+  struct Parts {
+    int64_t quotient;
+    int64_t remainder;
+  };
+
+  // Requires divisor > 0.
+  explicit Division(int64_t by) : divisor(by), factor(~uint64_t{0} / static_cast<uint64_t>(by)) {}
+
+  // Requires number >= 0. `factor` is less than 2 below the fraction, so for numbers below 2^63 the first quotient is
+  // right or 1 too small.
+  TORCHREC_DYN_BOTH Parts split(int64_t number) const {
+    const auto wide = static_cast<unsigned __int128>(static_cast<uint64_t>(number)) * factor;
+    const auto quotient = static_cast<int64_t>(static_cast<uint64_t>(wide >> 64));
+    const int64_t remainder = number - quotient * divisor;
+    return remainder < divisor ? Parts{quotient, remainder} : Parts{quotient + 1, remainder - divisor};
+  }
+};
 
 }  // namespace torchrec_dyn
