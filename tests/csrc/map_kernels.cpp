@@ -60,7 +60,7 @@ void erase(const SlotArray& array, const Words& ids, Words& rows) {
   Words slots(ids.size());
   const TableMap map{IdMapView(array, kHash), 0};
   const LeavingIds leaving{ids.data(), size_of(ids), {&map, 1}, slots.data()};
-  simt::launch(kStream, size_of(ids), FindLeaving{leaving, rows.data()});
+  simt::launch(kStream, size_of(ids), FindLeaving{leaving, rows.data(), nullptr});
   simt::launch(kStream, size_of(ids), MarkLeaving{leaving});
   simt::launch(kStream, size_of(ids), FirstOfRun{leaving, rows.data()});
   simt::launch(kStream, size_of(ids), CloseGaps{leaving});
