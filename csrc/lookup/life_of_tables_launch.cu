@@ -10,7 +10,6 @@ namespace torchrec_dyn {
 TORCHREC_DYN_LAUNCH(DecideAdmission, ReadAdmittedOffsets, ListAdmitted, KeyDecayed, ReadOrder, CopyListed, WriteInOrder,
                     FlagUnchanged, ReadChosenOffsets, FindFirstChosen, ListUnchanged, NumberNewRows, WriteFirstScores,
                     CheckRemovedRows, ForgetScores, ReadTableScores, CheckWrittenRows, WriteTableScores);
-
 TORCHREC_DYN_LAUNCH(CountKeys, AddCopies, ChooseDigit, MarkLowest, CountMarked, ChooseTies, ListLowest, FlagTies,
                     WriteLowest, CheckTouchedRows, TouchScores);
 

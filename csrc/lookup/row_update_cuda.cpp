@@ -113,7 +113,6 @@ struct SentUpdate {
   UpdatedIds ids;
   const TileTable<T>* tables;
   WidthOfRows width;
-  uint64_t end_key;
 };
 
 template <Visit kVisit>
@@ -134,10 +133,10 @@ void update_sorted(DeviceCall& call, const UpdateBatch& given, const UpdateArgum
   simt::launch(call.stream(), ids.bags.offsets == nullptr ? n : std::max(n, ids.bags.count + 1),
                KeyIds<Key>{ids, pairs, terms, read.bag_weights, mean_factors});
   if (n == 0) return;
-  pairs = simt::sort_pairs(call.stream(), pairs, n, 0, std::bit_width(sent.end_key));
+  pairs = simt::sort_pairs(call.stream(), pairs, n, 0, std::bit_width(ids.absent));
   const SortedIds<Key> sorted{ids, pairs.keys, pairs.values};
   const int64_t* divisors = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
-  if (sent.end_key == 0) return;  // no table has rows, or there is none, and tiles read the first key of a table
+  if (ids.absent == 0) return;  // no table has rows, or there is none, and tiles read the first key of a table
   const int64_t lines = lines_of_pieces(n), columns = columns_of_pieces(sent.width);
   auto* pieces = call.allocate_for<float>(lines * columns);
   const auto grads = [&]<typename Shape>(Shape) {
@@ -219,8 +218,7 @@ void update(const char* op, const UpdateBatch& given, const UpdateArguments& rea
                         keyed.end,
                         wrong},
                        sent.add(tables),
-                       WidthOfRows(read, prepared, const_data<float>(given.grad)),
-                       keyed.end};
+                       WidthOfRows(read, prepared, const_data<float>(given.grad))};
   update.width.is_whole &= has_whole_units<T>(prepared, facts);
   sent.send();
   constexpr uint64_t kShortEnd = std::numeric_limits<uint32_t>::max();

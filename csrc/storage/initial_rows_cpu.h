@@ -57,15 +57,23 @@ TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t*
 [[maybe_unused]] TORCHREC_DYN_SIMD static void fill_initial_row(const InitialRows& initial, uint64_t key, int64_t id,
                                                                 int64_t first_column, int64_t columns,
                                                                 float* out) noexcept {
-  if (initial.kind == InitialKind::kConstant) return std::fill(out, out + columns, static_cast<float>(initial.low));
-  for_random_columns(key, id, 0, first_column, columns,
-                     [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
-                         __attribute__((always_inline)) {
-                           if (initial.kind == InitialKind::kUniform)
-                             fill_uniform(initial, words + place, end - begin, out + begin);
-                           else
-                             fill_normal(initial, words + place, end - begin, out + begin);
-                         });
+  switch (initial.kind) {
+    case InitialKind::kConstant:
+      std::fill(out, out + columns, static_cast<float>(initial.low));
+      return;
+    case InitialKind::kUniform:
+      for_random_columns(
+          key, id, 0, first_column, columns,
+          [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
+              __attribute__((always_inline)) { fill_uniform(initial, words + place, end - begin, out + begin); });
+      return;
+    case InitialKind::kNormal:
+      for_random_columns(
+          key, id, 0, first_column, columns,
+          [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
+              __attribute__((always_inline)) { fill_normal(initial, words + place, end - begin, out + begin); });
+      return;
+  }
 }
 
 // Writes the initial row of `id`, rounded to nearest.
