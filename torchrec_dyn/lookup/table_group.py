@@ -277,7 +277,7 @@ class TableGroup:
             return out
         forward = Forward(
             self, bags, offsets, batch.begins, step.rows, step.learning, trained, step.streams,
-            lists.generations, step.noted, lists.unsent,
+            lists, step.noted, lists.unsent,
             ahead.open_forward if ahead else OpenForward(self._forwards),
         )  # fmt: skip
         if wants_grad and step.missing:
@@ -455,17 +455,19 @@ class TableGroup:
 
         grad is of the output of the forward. Returns the gradient of the weights [N] if it is wanted.
         """
-        lists, deferred = self._current(), self.deferred
         if forward.is_done:
             raise RuntimeError(
                 "lookup: expected one backward through a forward, got a second. The rows are "
                 "updated already; run the forward again."
             )
-        if forward.generations != lists.generations:
-            raise RuntimeError(
-                "lookup: expected the tables of the forward at its backward, got tables that were "
-                "loaded or converted in between, moved, or given another optimizer. Run backward first."
-            )
+        lists, deferred = forward.lists, self.deferred
+        if lists.token is not TABLES.now:  # some table has changed other than by training
+            lists = self._current()
+            if lists.generations != forward.lists.generations:
+                raise RuntimeError(
+                    "lookup: expected the tables of the forward at its backward, got tables that were "
+                    "loaded or converted in between, moved, or given another optimizer. Run backward first."
+                )
         # A deferred gradient outlives this call: the caller may use one buffer for all micro-batches.
         grad = grad.to(torch.float32, copy=deferred is not None).contiguous()
         optimizer, weights_grad = self.tables[0].optimizer, None
@@ -532,7 +534,7 @@ class TableGroup:
         if not deferred.updates:
             return
         lists = self._current()
-        if any(update.forward.generations != lists.generations for update in deferred.updates):
+        if any(one.forward.lists.generations != lists.generations for one in deferred.updates):
             raise self._changed_before_step()
         self._write(lists, *deferred.joined(self._bag_layout, self.max_gradient))
         deferred.close()
@@ -627,8 +629,10 @@ class TableGroup:
         marks: tuple[Sequence[Tensor], Tensor | None] = (), None
         if lists.has_changes:
             marks = note_update(*self._changed(forward))
+        # Where nothing is rounded the ids are not read.
+        ids = forward.rows if forward.ids is None else forward.ids
         ops.update_prepared_(
-            grad, forward.ids_or_rows, forward.rows, forward.offsets, weights, bags.segments,
+            grad, ids, forward.rows, forward.offsets, weights, bags.segments,
             forward.streams, self.is_mean, [self.learning_rate, *lists.hyper],
             forward.reduction.scales, forward.reduction.senders, *marks, lists.prepared.get(),
         )  # fmt: skip
