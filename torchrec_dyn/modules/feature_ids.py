@@ -218,9 +218,9 @@ def read_features(
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    stated = features.offsets_or_none() if lengths.numel() else None
-    if stated is not None and stated.numel() != lengths.numel() + 1:
-        raise _offsets_that_differ(where)
+    stated = features.offsets_or_none()
+    if stated is not None:
+        stated = _checked_offsets(stated, lengths, where)
     return FeatureIds(ids, lengths, stated, weights, batch_sizes, varies, where, scores)
 
 
@@ -261,6 +261,15 @@ def _check_batch_sizes(features: KeyedJaggedTensor, where: str) -> None:
             f"stride_per_key and {listed(others)} by {name}. Leave stride_per_key out of the "
             "KeyedJaggedTensor."
         )
+
+
+def _checked_offsets(offsets: Tensor, lengths: Tensor, where: str) -> Tensor | None:
+    """Returns the offsets that a batch states beside its lengths; None without bags."""
+    if not lengths.numel():
+        return None
+    if offsets.numel() != lengths.numel() + 1:
+        raise _offsets_that_differ(where)
+    return offsets
 
 
 def _offsets_that_differ(where: str) -> ValueError:
