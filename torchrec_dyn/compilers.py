@@ -27,7 +27,7 @@ trace_rules.add(__name__)  # a `forward` of this file is an error of fullgraph=T
 def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Makes a function, with all that it calls, run outside of the graphs of torch.compile.
 
-    It is `torch.compiler.disable`, whose wrapper takes a twentieth of a small forward.
+    It is `torch.compiler.disable` without its wrapper, which makes three calls more.
     """
     marked = cast(FunctionType, function)
     set_code_exec_strategy(marked.__code__, _NOT_COMPILED)
