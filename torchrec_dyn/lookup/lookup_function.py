@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.gradient_reduction import Reduction
-from torchrec_dyn.lookup.table_lists import TrainedTables
+from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables
 from torchrec_dyn.storage import OpenForward
 from torchrec_dyn.table import TableShard
 
@@ -50,7 +50,7 @@ class Forward:
         rows: [N] int64, rows to update, -1 for an id without an update; [0] in evaluation.
         trained: the tables that are not frozen; none in evaluation.
         streams: of `ops.update_rows_`; [0] in evaluation.
-        generations: of each table, at the forward.
+        lists: the tables of the group, at the forward.
         noted: `tokens_of` the logs when the rows to update were recorded as changed; None without a record.
         reduction: of the gradients.
         open_forward: open until the backward has run.
@@ -68,18 +68,13 @@ class Forward:
     rows: Tensor
     trained: TrainedTables | None
     streams: Tensor
-    generations: list[int]
+    lists: TableLists
     noted: list[object] | None
     reduction: Reduction
     open_forward: OpenForward
     ids: Tensor | None = None
     step: object | None = None
     is_done: bool = False
-
-    @property
-    def ids_or_rows(self) -> Tensor:
-        """The ids for `ops.update_rows_`, [N] int64; rows where nothing is rounded, and ids are not read."""
-        return self.rows if self.ids is None else self.ids
 
 
 def as_float(weights: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -279,7 +281,7 @@ class TableGroup:
             return out
         forward = Forward(
             self, bags, offsets, batch.begins, step.rows, step.learning, trained, step.streams,
-            lists.generations, step.noted, lists.unsent,
+            lists, step.noted, lists.unsent,
             ahead.open_forward if ahead else OpenForward(self._forwards),
         )  # fmt: skip
         if wants_grad and step.missing:
@@ -458,6 +460,16 @@ class TableGroup:
             self._lists = list_tables(self.tables)
         return self._lists
 
+    def _lists_since(self, forward: Forward) -> TableLists:
+        """Returns the tables; RuntimeError if those of a forward have other rows now."""
+        lists = self._current()
+        if lists.generations != forward.lists.generations:
+            raise RuntimeError(
+                "lookup: expected the tables of the forward at its backward, got tables that were "
+                "loaded or converted in between, moved, or given another optimizer. Run backward first."
+            )
+        return lists
+
     def backward(
         self, forward: Forward, grad: Tensor, weights: Tensor | None, wants_grad: bool
     ) -> Tensor | None:
@@ -465,23 +477,21 @@ class TableGroup:
 
         grad is of the output of the forward. Returns the gradient of the weights [N] if it is wanted.
         """
-        lists, deferred = self._current(), self.deferred
         if forward.is_done:
             raise RuntimeError(
                 "lookup: expected one backward through a forward, got a second. The rows are "
                 "updated already; run the forward again."
             )
-        if forward.generations != lists.generations:
-            raise RuntimeError(
-                "lookup: expected the tables of the forward at its backward, got tables that were "
-                "loaded or converted in between, moved, or given another optimizer. Run backward first."
-            )
-        # A deferred gradient outlives this call: the caller may use one buffer for all micro-batches.
-        grad = grad.to(torch.float32, copy=deferred is not None).contiguous()
+        lists, deferred = forward.lists, self.deferred
+        if lists.token is not TABLES.now:  # some table has changed other than by training
+            lists = self._lists_since(forward)
+        grad = grad.float().contiguous()
         optimizer, weights_grad = self.tables[0].optimizer, None
         # Deferred gradients may have a loss scale. Those of rows are clamped when it is taken off; those of
-        # weights are not clamped.
-        if optimizer.gradient_clipping and deferred is None:
+        # weights are not clamped. They outlive this call: micro-batches may share a buffer.
+        if deferred is not None:
+            grad = grad.clone()
+        elif optimizer.gradient_clipping:
             grad = grad.clamp(-optimizer.max_gradient, optimizer.max_gradient)
         if weights is not None:
             if wants_grad:
@@ -542,7 +552,7 @@ class TableGroup:
         if not deferred.updates:
             return
         lists = self._current()
-        if any(update.forward.generations != lists.generations for update in deferred.updates):
+        if any(one.forward.lists.generations != lists.generations for one in deferred.updates):
             raise self._changed_before_step()
         self._write(lists, *deferred.joined(self._bag_layout, self.max_gradient))
         deferred.close()
@@ -619,13 +629,11 @@ class TableGroup:
         """Sums the gradients of each distinct row of an update and applies the optimizer."""
         trained, bags = forward.trained, forward.bags
         assert trained is not None
-        withheld: dict[int, TableShard] = {}
-        for t, numbers in enumerate(lists.row_numbers):
-            if numbers.withheld_parts:
-                withheld[t] = self.tables[t]
-        if withheld:
+        withheld = [*map(attrgetter("withheld_parts"), lists.row_numbers)]
+        if any(withheld):
+            tables = dict(compress(enumerate(self.tables), withheld))
             table_offsets = self._bag_layout.offsets_of_tables(forward.begins)
-            count_late_grads(withheld, forward.rows, table_offsets)
+            count_late_grads(tables, forward.rows, table_offsets)
         if lists.trained is not None and lists.trained.shared is trained.shared:
             trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
@@ -637,8 +645,10 @@ class TableGroup:
         marks: tuple[Sequence[Tensor], Tensor | None] = (), None
         if lists.has_changes:
             marks = note_update(*self._changed(forward))
+        # Where nothing is rounded the ids are not read.
+        ids = forward.rows if forward.ids is None else forward.ids
         ops.update_prepared_(
-            grad, forward.ids_or_rows, forward.rows, forward.offsets, weights, bags.segments,
+            grad, ids, forward.rows, forward.offsets, weights, bags.segments,
             forward.streams, self.is_mean, [self.learning_rate, *lists.hyper],
             forward.reduction.scales, forward.reduction.senders, *marks, lists.prepared.get(),
         )  # fmt: skip
