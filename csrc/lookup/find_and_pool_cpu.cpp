@@ -73,7 +73,8 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& call) {
   Tensor bag_offsets = new_int64(batch.bags + 1);
   Tensor rows = new_int64(ids);
   Tensor numbers = new_int64(BatchNumbers::count(batch.features, count));
-  Tensor out = new_output(batch.elements, call.dtype);
+  Tensor out = batch.columns > 0 ? new_output(batch.output_rows, call.dtype, batch.columns)
+                                 : new_output(batch.output_rows, call.dtype);
   Tensor none = new_int64(0);
   CollectedIds found{none, none, none, {}};
   int64_t* const number = mutable_data<int64_t>(numbers);
@@ -104,7 +105,7 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& call) {
   if (call.segments) {
     // Bags of one id each are a sequence: the loops over them read no offsets.
     if (batch.bags != ids || !counts_up(offset, batch.bags + 1)) lists.offsets = offset;
-    read_segments(op, lists, *call.segments, tables.layout, batch.elements);
+    read_segments(op, lists, *call.segments, tables.layout, batch.elements());
   } else {
     add_segments(lists, sequence_segments(tables, own.table_offsets));
   }

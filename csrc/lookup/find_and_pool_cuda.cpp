@@ -51,7 +51,8 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& given) {
   DeviceCall call(given.ids);
   Tensor bag_offsets = new_device_tensor({batch.bags + 1});
   Tensor rows = new_device_tensor({n});
-  Tensor out = new_device_tensor({batch.elements}, given.dtype);
+  Tensor out = batch.columns > 0 ? new_device_tensor({batch.output_rows, batch.columns}, given.dtype)
+                                 : new_device_tensor({batch.output_rows}, given.dtype);
   auto* const offset = mutable_data<int64_t>(bag_offsets);
   const int64_t count_read = numbers.numel() + 1;
   auto* const words = call.zeros<int64_t>(count_read);
@@ -87,7 +88,7 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& given) {
   if (given.segments && is_pooled) {
     bags.lists.offsets = offset;
     bags.lists.count = batch.bags;
-    read_segments(op, bags.lists, *given.segments, tables.layout, batch.elements);
+    read_segments(op, bags.lists, *given.segments, tables.layout, batch.elements());
     pool(call, bags, out);
   }
   const int64_t* const copied = copy.wait();

@@ -103,6 +103,11 @@ class Bags(NamedTuple):
     elements: int
     shape: tuple[int, ...]
 
+    @property
+    def arguments(self) -> tuple[Tensor, int, int]:
+        """Segments, and rows and columns of the output for `ops.find_and_pool`."""
+        return self.segments, self.shape[0], self.shape[1] if len(self.shape) > 1 else 0
+
 
 class BagLayout:
     """Layout of batches for tables of fixed widths and features."""

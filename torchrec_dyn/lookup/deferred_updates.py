@@ -160,7 +160,7 @@ def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> 
         rows=torch.cat([forward.rows for forward in forwards])[places],
         bags=bags,
         offsets=offsets,
-        begins=torch.stack(begins).sum(0),
+        numbers=torch.stack(begins).sum(0),
         reduction=Reduction(scales, ordered(_joined(senders, forwards, -1, torch.int32))),
         noted=_noted(forwards),
     )

@@ -36,7 +36,7 @@ class Forward:
     """The data of one forward that its backward needs.
 
     The caller may overwrite its batch as soon as the forward has returned, so no tensor here is the caller's.
-    Until the backward, or until the graph is dropped, live: `rows`, `shown`, `offsets`, `begins`, the
+    Until the backward, or until the graph is dropped, live: `rows`, `shown`, `offsets`, `numbers`, the
     segments of `bags` and the senders of `reduction`, made by this forward; `streams`, of the tables; and the
     copy `ids`. The weights of bags are the caller's: autograd saves them, and raises its error if they were
     written in place.
@@ -45,7 +45,8 @@ class Forward:
         group: the tables.
         bags: their places in the output.
         offsets: [bags + 1] int64, where each bag begins; None for sequences.
-        begins: [F + 1] int64 on the CPU, where the ids of each feature begin.
+        numbers: [F + 1 or more] int64 on the CPU, where the ids of each feature begin, and others.
+        num_begins: F + 1.
         shown: [N] int64, rows to read, -1 for an id without a row.
         rows: [N] int64, rows to update, -1 for an id without an update; [0] in evaluation.
         trained: the tables that are not frozen; none in evaluation.
@@ -63,7 +64,8 @@ class Forward:
     group: Group
     bags: Bags
     offsets: Tensor | None
-    begins: Tensor
+    numbers: Tensor
+    num_begins: int
     shown: Tensor
     rows: Tensor
     trained: TrainedTables | None
@@ -75,6 +77,11 @@ class Forward:
     ids: Tensor | None = None
     step: object | None = None
     is_done: bool = False
+
+    @property
+    def begins(self) -> Tensor:
+        """Where the ids of each feature begin, [F + 1] int64 on the CPU."""
+        return self.numbers[: self.num_begins]
 
 
 def as_float(weights: Tensor) -> Tensor:

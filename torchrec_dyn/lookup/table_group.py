@@ -155,7 +155,7 @@ class TableGroup:
         """Returns the pooled rows of the ids of a batch.
 
         Args:
-            batch: the ids; `begins` are noted in it.
+            batch: the ids; its `numbers` are noted in it.
             ahead: the step of this batch, if it was taken ahead. Evaluation does not use it. Tables that were
                 loaded or converted since take their step again.
 
@@ -224,8 +224,7 @@ class TableGroup:
             offsets = None
         if out is None or step.missing or step.new_index is not None:
             out = self._pooled(out, batch, bags, offsets, lists, step)
-        output = self._with_backward(out, batch, bags, offsets, lists, step, ahead)
-        return output.view(bags.shape)
+        return self._with_backward(out, batch, bags, offsets, lists, step, ahead)
 
     def _read(
         self, batch: Batch, bags: Bags | None, lists: TableLists
@@ -255,7 +254,7 @@ class TableGroup:
             out = ops.gather_pool(
                 step.rows, offsets, weights, blocks.blocks, blocks.layout, bags.segments,
                 self.is_mean, bags.elements, self.output_dtype,
-            )  # fmt: skip
+            ).view(bags.shape)  # fmt: skip
             if initial_ids is None:
                 return out
         ops.pool_prepared_(
@@ -280,8 +279,8 @@ class TableGroup:
         if not (torch.is_grad_enabled() and (trained is not None or wants_grad)):
             return out
         forward = Forward(
-            self, bags, offsets, batch.begins, step.rows, step.learning, trained, step.streams,
-            lists, step.noted, lists.unsent,
+            self, bags, offsets, batch.numbers, batch.first_bags.numel(), step.rows, step.learning,
+            trained, step.streams, lists, step.noted, lists.unsent,
             ahead.open_forward if ahead else OpenForward(self._forwards),
         )  # fmt: skip
         if wants_grad and step.missing:
@@ -322,25 +321,21 @@ class TableGroup:
         if self.in_files:  # their pages are asked for first
             pools = _NONE
         weights = None if batch.weights is None else as_float(batch.weights)
+        segments, output_rows, columns = (None, 0, 0) if bags is None else bags.arguments
         out, rows, offsets, numbers, new_ids, new_counts, new_index = ops.find_and_pool(
             batch.ids, batch.lengths, batch.offsets, weights, batch.first_bags,
-            self._bag_layout.first_features, None if bags is None else bags.segments,
-            lists.prepared.get(), self.is_mean, pools, collects, 0 if bags is None else bags.elements,
-            self.output_dtype,
+            self._bag_layout.first_features, segments, lists.prepared.get(), self.is_mean, pools, collects,
+            output_rows, columns, self.output_dtype,
         )  # fmt: skip
         if not numbers.numel():
             raise wrong_bags(self.tables, batch)
-        count = len(self.tables)
-        begins, table_offsets, absent, new_offsets = numbers.split_with_sizes(
-            (batch.first_bags.numel(), count + 1, count, count + 1)
-        )
-        batch.offsets, batch.begins, batch.table_offsets = offsets, begins, table_offsets
+        batch.offsets, batch.numbers = offsets, numbers
         if self._uses is not None and batch.training:
-            batch.uses = self._uses.of_ids(begins.diff(), batch.ids)
+            batch.uses = self._uses.of_ids(batch.begins.diff(), batch.ids)
         new = None
         if new_ids.numel():
-            new = NewIds(new_ids, new_counts, new_index, new_offsets.tolist())
-        return Found(out if pools else None, rows, absent, new)
+            new = NewIds(new_ids, new_counts, new_index, batch.new_ends)
+        return Found(out if pools else None, rows, batch.absent, new)
 
     @locked
     @changes
@@ -376,7 +371,7 @@ class TableGroup:
         lists = self._current()
         batch.keep_in_use()
         taken = self._step_ahead(batch, self._bag_layout.bags_of(batch), lists)
-        bags = batch.begins, batch.table_offsets, batch.offsets
+        bags = batch.numbers, batch.offsets
         return PrefetchedStep(taken, bags, lists.generations, OpenForward(self._forwards))
 
     def _step_ahead(self, batch: Batch, bags: Bags | None, lists: TableLists) -> TakenStep:
@@ -396,7 +391,7 @@ class TableGroup:
             as_then = ahead.tables_as_then(lists)
             again = self._step_ahead(batch, bags, list_tables(self.tables, as_then))
             ahead = ahead.joined(again, as_then, batch.table_offsets)
-        batch.begins, batch.table_offsets, batch.offsets = ahead.bags
+        batch.numbers, batch.offsets = ahead.bags
         return ahead.now(lists, batch.table_offsets)
 
     @locked

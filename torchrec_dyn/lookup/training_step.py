@@ -64,13 +64,13 @@ from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.storage import (
     arrays_of,
     change,
-    host_numbers,
     note_changed,
     places_of,
     read,
 )
 from torchrec_dyn.table import (
     Additions,
+    Numbers,
     Removals,
     Room,
     TableShard,
@@ -102,10 +102,10 @@ def take_step(
     found = find()
     missing = trained.misses_frozen(found.absent)
     if found.new is None:
-        trained.shared.counted = trained.counted_after(batch.table_offsets, None)
+        trained.shared.counted = trained.counted_after(batch.table_starts, None)
         return found, TakenStep(found.rows, missing)
     with change(*trained.tables.values()) as written:
-        counted = trained.counted_after(batch.table_offsets, found.absent)
+        counted = trained.counted_after(batch.table_starts, found.absent)
         additions = prepare_unseen(trained.tables, trained.prepared, found.rows, found.new)
         written.commit()
         additions.commit()
@@ -231,16 +231,16 @@ class _LifeStep:
         sizes, counts = admitted.sizes(ADMITTED), admitted.counts
         return Additions(self._tables, self._trained.prepared, admitted.ids, sizes, counts, fills)
 
-    def _num_absent(self, found: Found) -> Tensor | None:
-        """Returns the occurrences of ids without a row, [T] int64; None if every id has one."""
+    def _num_absent(self, found: Found) -> Numbers | None:
+        """Returns the occurrences of ids without a row, [T]; None if every id has one."""
         if self._admitted is None:
             return None
         if self._batch.times is None:
             return found.absent
         # A table with a life counts the occurrences of absent ids, another each sent id once.
-        absent, with_life = found.absent.clone(), self._living.numbers
-        occurred = host_numbers([own[OCCURRED] for own in self._admitted.numbers])
-        absent[with_life] = occurred[with_life]
+        absent = found.absent.copy()
+        for t in self._living.numbers:
+            absent[t] = self._admitted.numbers[t][OCCURRED]
         return absent
 
     def _touch(
@@ -298,7 +298,7 @@ class _LifeStep:
         earlier, offsets = trained.shared.earlier, batch.table_offsets
         if earlier is None and batch.ids.numel() <= self._living.least_limit:
             return {}
-        sizes = np.diff(offsets.numpy())
+        sizes = np.diff(batch.table_starts)
         if earlier is not None:
             sizes = sizes + earlier.numpy()
         counts: dict[int, Tensor] = {}
