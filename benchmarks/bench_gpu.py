@@ -98,7 +98,7 @@ def new_ids(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[C
 
     def step() -> None:
         _, found, _, _, new, _, new_index = ops.find_and_pool(
-            ids, lengths, None, None, one, one, None, tables, False, 0, 2, 0, torch.float32
+            ids, lengths, None, None, one, one, None, tables, False, 0, 2, 0, 0, torch.float32
         )
         ops.add_rows_(
             torch.empty_like(new), new, [0, batch], [0], rows[:0], [0, 0], [0], None, found, new_index,

@@ -104,8 +104,12 @@ class SeparateMemory {
     for (const Tensor& tensor : tensors) add(written_, tensor);
     return *this;
   }
-  SeparateMemory& reads(const Tensor& tensor) { return add(read_, tensor); }
-  SeparateMemory& reads(const std::optional<Tensor>& tensor) { return tensor ? add(read_, *tensor) : *this; }
+  // Tensors, or optional ones.
+  template <typename... Tensors>
+  SeparateMemory& reads(const Tensors&... tensors) {
+    (read(tensors), ...);
+    return *this;
+  }
 
   // `others`: more memory that the op writes, whose ranges were checked before.
   void check(const char* op, const SeparateMemory* others = nullptr) {
@@ -124,6 +128,11 @@ class SeparateMemory {
   struct Range {
     uintptr_t begin, end;
   };
+
+  void read(const Tensor& tensor) { add(read_, tensor); }
+  void read(const std::optional<Tensor>& tensor) {
+    if (tensor) add(read_, *tensor);
+  }
 
   // `sorted`: ranges that do not overlap.
   static bool overlaps(const std::vector<Range>& sorted, const Range& range) {
@@ -147,9 +156,26 @@ inline void check_size(const char* op, const char* what, int64_t expected, int64
   TORCHREC_DYN_CHECK(expected == got, op, ": expected ", what, " = ", expected, ", got ", got, ".");
 }
 
+// Checks a tensor with one number for each of `count` things.
+inline void check_numbers(const char* op, const char* name, const Tensor& numbers, ScalarType type, int64_t count,
+                          const Device& device = DeviceType::CPU) {
+  check_tensor(op, name, numbers, type, device);
+  TORCHREC_DYN_CHECK(numbers.numel() == count, op, ": expected the number of ", name, " = ", count, ", got ",
+                     numbers.numel(), ".");
+}
+inline void check_numbers(const char* op, const char* name, const std::optional<Tensor>& numbers, ScalarType type,
+                          int64_t count, const Device& device = DeviceType::CPU) {
+  if (numbers) check_numbers(op, name, *numbers, type, count, device);
+}
+
 template <typename T>
 const T* const_data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
+}
+// Null if there is no tensor.
+template <typename T>
+const T* const_data(const std::optional<Tensor>& tensor) {
+  return tensor ? const_data<T>(*tensor) : nullptr;
 }
 
 template <typename T>
@@ -164,12 +190,17 @@ using RaiseLost = void (*)();
 // unless the device is lost: torch's own error says no more than that a call failed.
 inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
                          const Device& device = DeviceType::CPU, RaiseLost raise_lost = nullptr) {
-  try {
-    return torch::stable::empty(shape, type, std::nullopt, device);
-  } catch (const std::exception&) {
-    if (raise_lost != nullptr) raise_lost();
-    throw std::bad_alloc();
-  }
+  // Not by torch::stable::empty, which finds its op by name: it takes three times as long.
+  constexpr size_t kMostDimensions = 2;
+  int64_t strides[kMostDimensions] = {1, 1};
+  if (shape.size() == kMostDimensions) strides[0] = std::max<int64_t>(shape[1], 1);
+  AtenTensorHandle tensor = nullptr;
+  const auto index = device.is_cpu() ? 0 : device.index();
+  if (aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides, static_cast<int32_t>(type),
+                               static_cast<int32_t>(device.type()), index, &tensor) == AOTI_TORCH_SUCCESS)
+    return Tensor(tensor);
+  if (raise_lost != nullptr) raise_lost();
+  throw std::bad_alloc();
 }
 
 // Returns a tensor over memory of ours, which free() releases when the tensor is dropped, or now if there is no memory

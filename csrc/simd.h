@@ -27,8 +27,6 @@
 #define TORCHREC_DYN_SIMD
 #endif
 
-#define TORCHREC_DYN_INLINE inline __attribute__((always_inline))
-
 namespace torchrec_dyn {
 
 constexpr int64_t kLanes = 16;  // floats that are computed together: a register of 512 bits

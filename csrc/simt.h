@@ -12,7 +12,7 @@
 //   - a word that several threads of a launch read and write is accessed by the functions below only, and nothing else
 //     is handed from thread to thread: they do not order other accesses;
 //   - no locks, no waiting for another thread, no exceptions;
-//   - functions that kernels call are marked TORCHREC_DYN_BOTH; bits are scanned by bits.h.
+//   - functions that kernels call are marked TORCHREC_DYN_BOTH; bits are scanned by lowest_bit.
 #pragma once
 
 #include <cstdint>
@@ -150,12 +150,12 @@ struct PairsOf {
   Value* values;
 };
 using Pairs = PairsOf<uint64_t, int64_t>;
-using ShortPairs = PairsOf<uint32_t, uint32_t>;
 
 // Sorts pairs by bits [first_bit, end_bit) of their keys; pairs with equal bits stay in their order. Returns the sorted
 // arrays: these, or others in the workspace of the call. The contents of `pairs` are lost.
-Pairs sort_pairs(const Stream& stream, Pairs pairs, int64_t n, int first_bit = 0, int end_bit = 64);
-ShortPairs sort_pairs(const Stream& stream, ShortPairs pairs, int64_t n, int first_bit = 0, int end_bit = 32);
+template <typename Key, typename Value>
+PairsOf<Key, Value> sort_pairs(const Stream& stream, PairsOf<Key, Value> pairs, int64_t n, int first_bit = 0,
+                               int end_bit = 8 * sizeof(Key));
 
 void fill_zero(const Stream& stream, void* memory, int64_t bytes);
 // Copies to the memory of the host. Waits for all kernels before it.

@@ -58,7 +58,7 @@ inline void exclusive_sum(const Stream&, int64_t* words, int64_t n) {
 }
 
 template <typename Key, typename Value>
-PairsOf<Key, Value> stably_sorted(PairsOf<Key, Value> pairs, int64_t n, int first_bit, int end_bit) {
+PairsOf<Key, Value> sort_pairs(const Stream&, PairsOf<Key, Value> pairs, int64_t n, int first_bit, int end_bit) {
   const int above = 64 - end_bit;
   const auto bits = [=](uint64_t key) { return key << above >> above >> first_bit; };
   if (n == 0 || end_bit == first_bit) return pairs;
@@ -67,13 +67,6 @@ PairsOf<Key, Value> stably_sorted(PairsOf<Key, Value> pairs, int64_t n, int firs
   std::ranges::stable_sort(both, {}, [&](const auto& pair) { return bits(pair.first); });
   for (int64_t i = 0; i < n; ++i) std::tie(pairs.keys[i], pairs.values[i]) = both[static_cast<size_t>(i)];
   return pairs;
-}
-
-inline Pairs sort_pairs(const Stream&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
-  return stably_sorted(pairs, n, first_bit, end_bit);
-}
-inline ShortPairs sort_pairs(const Stream&, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
-  return stably_sorted(pairs, n, first_bit, end_bit);
 }
 
 inline void fill_zero(const Stream&, void* memory, int64_t bytes) {

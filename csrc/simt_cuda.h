@@ -1,8 +1,10 @@
-// The CUDA build of simt.h, for files *_launch.cu: each TORCHREC_DYN_LAUNCH(Kernel) compiles one kernel, and
+// The CUDA build of simt.h, for files *_launch.cu: each TORCHREC_DYN_LAUNCH(Kernel, ...) compiles kernels, and
 // each TORCHREC_DYN_LAUNCH_TILES(Kernel) one kernel of tiles.
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <tuple>
 
 #include "cuda_errors.h"
 #include "simt.h"
@@ -87,10 +89,17 @@ void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel) {
   check_cuda(cudaGetLastError(), "a launch");
 }
 
+// A list of kernels: what it points to is compiled with it.
+template <typename... Kernels>
+struct Launches {
+  static const std::tuple<void (*)(const Stream&, int64_t, const Kernels&)...> all;
+};
+template <typename... Kernels>
+const std::tuple<void (*)(const Stream&, int64_t, const Kernels&)...> Launches<Kernels...>::all{&launch<Kernels>...};
+
 }  // namespace torchrec_dyn::simt
 
-#define TORCHREC_DYN_LAUNCH(...) \
-  template void torchrec_dyn::simt::launch<__VA_ARGS__>(const torchrec_dyn::simt::Stream&, int64_t, const __VA_ARGS__&)
+#define TORCHREC_DYN_LAUNCH(...) template struct torchrec_dyn::simt::Launches<__VA_ARGS__>
 #define TORCHREC_DYN_LAUNCH_TILES(...)                                                                    \
   template void torchrec_dyn::simt::launch_tiles<__VA_ARGS__>(const torchrec_dyn::simt::Stream&, int64_t, \
                                                               const __VA_ARGS__&)

@@ -4,11 +4,9 @@
 #include "simt_cuda.h"
 
 namespace torchrec_dyn::simt {
-namespace {
 
 template <typename Key, typename Value>
-PairsOf<Key, Value> radix_sorted(const Stream& stream, PairsOf<Key, Value> pairs, int64_t n, int first_bit,
-                                 int end_bit) {
+PairsOf<Key, Value> sort_pairs(const Stream& stream, PairsOf<Key, Value> pairs, int64_t n, int first_bit, int end_bit) {
   static_assert(sizeof(Key) % alignof(Value) == 0);
   if (n == 0 || end_bit == first_bit) return pairs;
   constexpr int64_t kPair = sizeof(Key) + sizeof(Value);
@@ -26,13 +24,7 @@ PairsOf<Key, Value> radix_sorted(const Stream& stream, PairsOf<Key, Value> pairs
   return {keys.Current(), values.Current()};
 }
 
-}  // namespace
-
-Pairs sort_pairs(const Stream& stream, Pairs pairs, int64_t n, int first_bit, int end_bit) {
-  return radix_sorted(stream, pairs, n, first_bit, end_bit);
-}
-ShortPairs sort_pairs(const Stream& stream, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
-  return radix_sorted(stream, pairs, n, first_bit, end_bit);
-}
+template PairsOf<uint64_t, int64_t> sort_pairs(const Stream&, PairsOf<uint64_t, int64_t>, int64_t, int, int);
+template PairsOf<uint32_t, uint32_t> sort_pairs(const Stream&, PairsOf<uint32_t, uint32_t>, int64_t, int, int);
 
 }  // namespace torchrec_dyn::simt

@@ -284,13 +284,15 @@ def touch_scores_(
 def find_and_pool(
     ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, bag_weights: Tensor | None,
     first_bags: Tensor, first_features: Tensor, segments: Tensor | None, tables: Tensor, mean: bool,
-    pools: int, collects: int, elements: int, dtype: torch.dtype,
+    pools: int, collects: int, output_rows: int, columns: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Finds the rows of ids in the maps of prepared tables, pools them by bag, and lists the absent ids."""
-    out = ids.new_empty(elements if pools else 0, dtype=dtype)
+    shape = (output_rows, columns) if columns else (output_rows,)
+    out = ids.new_empty(shape if pools else (0,), dtype=dtype)
     if pools and segments is None:
-        out = ids.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
-    numbers = first_bags.new_empty(first_bags.shape[0] + 3 * first_features.shape[0])
+        width = torch.library.get_ctx().new_dynamic_size()
+        out = ids.new_empty((ids.shape[0], width), dtype=dtype)
+    numbers = first_bags.new_empty(first_bags.shape[0] + 3 * first_features.shape[0] - 1)
     bags, fresh, index = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     new = ids.new_empty(fresh), ids.new_empty(fresh), ids.new_empty(index)
     return out, torch.empty_like(ids), ids.new_empty(bags), numbers, *new

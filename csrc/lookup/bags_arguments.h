@@ -42,8 +42,7 @@ inline void check_bags_tile(const char* op, const std::vector<Segment>& segments
 inline void check_outputs_tile(const char* op, std::vector<Segment> segments, const std::vector<TableLayout>& tables,
                                int64_t elements) {
   std::erase_if(segments, [](const Segment& segment) { return segment.bags == 0; });
-  std::sort(segments.begin(), segments.end(),
-            [](const Segment& a, const Segment& b) { return a.out_offset < b.out_offset; });
+  std::ranges::sort(segments, {}, &Segment::out_offset);
   int64_t end = 0;  // the outputs so far fill [0, end)
   for (auto segment = segments.begin(); segment != segments.end();) {
     const int64_t bags = segment->bags;
@@ -74,17 +73,11 @@ inline void check_offsets(const char* op, const int64_t* offsets, int64_t bags, 
                        offsets[b + 1], ". Are there negative lengths?");
 }
 
-// The bags that offsets on any device describe: their contents are not read.
-inline BagLists bags_of_offsets(const char* op, const std::optional<Tensor>& offsets, int64_t ids,
-                                const Device& device) {
-  BagLists bags;
-  bags.count = ids;
-  if (!offsets.has_value()) return bags;
-  check_tensor(op, "offsets", *offsets, ScalarType::Long, device);
-  TORCHREC_DYN_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
-  bags.offsets = const_data<int64_t>(*offsets);
-  bags.count = offsets->numel() - 1;
-  return bags;
+// Adds segments that are right, in the order of their bags.
+inline void add_segments(BagLists& bags, std::vector<Segment> segments) {
+  bags.segments = std::move(segments);
+  bags.first.push_back(0);
+  for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
 }
 
 // Reads the segments of `bags.count` bags. Checks them against an output of `elements` elements: they hold every bag
@@ -94,7 +87,7 @@ inline void read_segments(const char* op, BagLists& bags, const Tensor& segments
   check_tensor(op, "segments", segments, ScalarType::Long);
   TORCHREC_DYN_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
                      segments.dim(), " dimensions.");
-  bags.first.push_back(0);
+  std::vector<Segment> read;
   const int64_t* line = const_data<int64_t>(segments);
   for (int64_t s = 0; s < segments.size(0); ++s, line += 5) {
     const Segment segment{line[0], line[1], line[2], line[3], line[4]};
@@ -109,22 +102,14 @@ inline void read_segments(const char* op, BagLists& bags, const Tensor& segments
         segment.bags == 0 || (segment.out_offset >= 0 && segment.out_stride >= columns && last <= elements), op,
         ": expected a segment's output inside ", elements, " elements, got offset ", segment.out_offset, " and stride ",
         segment.out_stride, ".");
-    bags.segments.push_back(segment);
+    read.push_back(segment);
   }
   // Sorted in the order of the bags, whatever the order of the outputs: a walk over the segments of a table then meets
   // its ids in the order of the batch, and the backward sums in this order.
-  std::sort(bags.segments.begin(), bags.segments.end(),
-            [](const Segment& a, const Segment& b) { return a.first_bag < b.first_bag; });
-  check_bags_tile(op, bags.segments, bags.count);
-  check_outputs_tile(op, bags.segments, tables, elements);
-  for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
-}
-
-// Adds segments that are right, in the order of their bags.
-inline void add_segments(BagLists& bags, std::vector<Segment> segments) {
-  bags.segments = std::move(segments);
-  bags.first.push_back(0);
-  for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
+  std::ranges::sort(read, {}, &Segment::first_bag);
+  check_bags_tile(op, read, bags.count);
+  check_outputs_tile(op, read, tables, elements);
+  add_segments(bags, std::move(read));
 }
 
 // True if the numbers are 0, 1, 2, ...
@@ -139,7 +124,14 @@ inline bool counts_up(const int64_t* numbers, int64_t size) {
 inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, const Tensor& segments,
                           const std::vector<TableLayout>& tables, int64_t ids, int64_t elements, const Device& device,
                           bool reads_offsets) {
-  BagLists bags = bags_of_offsets(op, offsets, ids, device);
+  BagLists bags;
+  bags.count = ids;
+  if (offsets) {
+    check_tensor(op, "offsets", *offsets, ScalarType::Long, device);
+    TORCHREC_DYN_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
+    bags.offsets = const_data<int64_t>(*offsets);
+    bags.count = offsets->numel() - 1;
+  }
   if (bags.offsets != nullptr && reads_offsets) {
     // Bags of one id each are a sequence: the loops over them read no offsets.
     if (bags.count == ids && counts_up(bags.offsets, ids + 1))
@@ -153,10 +145,8 @@ inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, 
 
 inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids,
                                     const Device& device) {
-  if (!bag_weights.has_value()) return nullptr;
-  check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float, device);
-  check_size(op, "the number of bag_weights", ids, bag_weights->numel());
-  return const_data<float>(*bag_weights);
+  check_numbers(op, "bag_weights", bag_weights, ScalarType::Float, ids, device);
+  return const_data<float>(bag_weights);
 }
 
 inline void check_rows_inside(const char* op, bool inside, int64_t capacity) {

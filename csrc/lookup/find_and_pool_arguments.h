@@ -28,7 +28,8 @@ struct FindAndPoolCall {
   bool mean = arguments.read<bool>();
   int64_t pools = arguments.read<int64_t>();
   int64_t collects = arguments.read<int64_t>();
-  int64_t elements = arguments.read<int64_t>();
+  int64_t output_rows = arguments.read<int64_t>();
+  int64_t columns = arguments.read<int64_t>();
   ScalarType dtype = arguments.read<ScalarType>();
 };
 
@@ -38,7 +39,7 @@ enum class Pools : int64_t { kNothing, kKnown, kAll };
 // Whether the distinct absent ids of a batch are listed. A device that expects some lists them before its host waits.
 enum class Collects : int64_t { kNever, kIfAbsent, kExpected };
 
-// The result `numbers`.
+// The result `numbers`, and behind it a word of a device.
 struct BatchNumbers {
   BatchNumbers(int64_t* words, int64_t features, int64_t tables)
       : begins(words),
@@ -47,13 +48,13 @@ struct BatchNumbers {
         new_offsets(absent + tables),
         is_wrong(new_offsets + tables + 1) {}
 
-  static int64_t count(int64_t features, int64_t tables) { return features + 3 * tables + 4; }
+  static int64_t count(int64_t features, int64_t tables) { return features + 3 * tables + 3; }
 
   int64_t* begins;         // [F + 1] of the ids of each feature
   int64_t* table_offsets;  // [T + 1] of the ids of each table
   int64_t* absent;         // [T]
   int64_t* new_offsets;    // [T + 1] of the new ids of each table
-  int64_t* is_wrong;       // 1 if lengths or offsets are wrong, else 0
+  int64_t* is_wrong;       // the word: 1 if lengths or offsets are wrong, else 0
 };
 
 // out, rows, offsets, numbers, new_ids, new_counts, new_index (csrc/library.cpp).
@@ -69,7 +70,10 @@ struct FoundBatch {
   const float* bag_weights;       // or null
   Pools pools;
   Collects collects;
-  int64_t elements;  // of the output
+  int64_t output_rows;  // of the output
+  int64_t columns;      // of the output; 0: it has one dimension
+
+  int64_t elements() const { return output_rows * (columns > 0 ? columns : 1); }
 };
 
 inline void check_firsts(const char* op, const char* name, const Tensor& firsts, int64_t end) {
@@ -115,12 +119,18 @@ inline FoundBatch read_batch(const char* op, const FindAndPoolCall& call) {
   TORCHREC_DYN_CHECK(call.collects >= 0 && call.collects <= 2, op, ": expected collects in [0, 2], got ", call.collects,
                      ".");
   batch.collects = static_cast<Collects>(call.collects);
-  batch.elements = batch.pools == Pools::kNothing ? 0 : call.elements;
-  TORCHREC_DYN_CHECK(call.elements >= 0, op, ": expected elements >= 0, got ", call.elements, ".");
-  if (call.segments.has_value() || batch.pools == Pools::kNothing) return batch;
+  TORCHREC_DYN_CHECK(call.output_rows >= 0 && call.columns >= 0 &&
+                         (call.columns == 0 || call.output_rows < (int64_t{1} << 62) / call.columns),
+                     op, ": expected output_rows and columns >= 0, of fewer than 2^62 elements, got ", call.output_rows,
+                     " and ", call.columns, ".");
+  if (batch.pools == Pools::kNothing) return batch;
+  batch.output_rows = call.output_rows;
+  batch.columns = call.columns;
+  if (call.segments.has_value()) return batch;
   for (const TableLayout& table : tables.layout)
     check_size(op, "the columns of each table of sequences", tables.layout.front().columns, table.columns);
-  batch.elements = tables.layout.empty() ? 0 : ids * tables.layout.front().columns;
+  batch.output_rows = ids;
+  batch.columns = tables.layout.empty() ? 0 : tables.layout.front().columns;
   return batch;
 }
 

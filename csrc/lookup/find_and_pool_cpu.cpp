@@ -73,7 +73,8 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& call) {
   Tensor bag_offsets = new_int64(batch.bags + 1);
   Tensor rows = new_int64(ids);
   Tensor numbers = new_int64(BatchNumbers::count(batch.features, count));
-  Tensor out = new_output(batch.elements, call.dtype);
+  Tensor out = batch.columns > 0 ? new_output(batch.output_rows, call.dtype, batch.columns)
+                                 : new_output(batch.output_rows, call.dtype);
   Tensor none = new_int64(0);
   CollectedIds found{none, none, none, {}};
   int64_t* const number = mutable_data<int64_t>(numbers);
@@ -85,9 +86,8 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& call) {
     return FindAndPoolResult{out, rows, bag_offsets, numbers, found.ids, found.counts, found.index};
   };
   if (!write_offsets(call, batch.bags, offset)) {
-    *own.is_wrong = 1;
     std::fill(row, row + rows.numel(), kNoRow);
-    return result();
+    return {out, rows, bag_offsets, none, none, none, none};
   }
   for (int64_t f = 0; f <= batch.features; ++f) own.begins[f] = offset[batch.first_bags[f]];
   for (int64_t t = 0; t <= count; ++t) own.table_offsets[t] = own.begins[batch.first_features[t]];
@@ -105,7 +105,7 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& call) {
   if (call.segments) {
     // Bags of one id each are a sequence: the loops over them read no offsets.
     if (batch.bags != ids || !counts_up(offset, batch.bags + 1)) lists.offsets = offset;
-    read_segments(op, lists, *call.segments, tables.layout, batch.elements);
+    read_segments(op, lists, *call.segments, tables.layout, batch.elements());
   } else {
     add_segments(lists, sequence_segments(tables, own.table_offsets));
   }

@@ -51,9 +51,11 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& given) {
   DeviceCall call(given.ids);
   Tensor bag_offsets = new_device_tensor({batch.bags + 1});
   Tensor rows = new_device_tensor({n});
-  Tensor out = new_device_tensor({batch.elements}, given.dtype);
+  Tensor out = batch.columns > 0 ? new_device_tensor({batch.output_rows, batch.columns}, given.dtype)
+                                 : new_device_tensor({batch.output_rows}, given.dtype);
   auto* const offset = mutable_data<int64_t>(bag_offsets);
-  auto* const words = call.zeros<int64_t>(numbers.numel());
+  const int64_t count_read = numbers.numel() + 1;
+  auto* const words = call.zeros<int64_t>(count_read);
   const BatchNumbers own(words, features, count);
   std::vector<TableMap> maps;
   for (const IdMapView& map : tables.maps) maps.push_back({map, 0});
@@ -78,7 +80,7 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& given) {
   };
   std::optional<NewIdsSearch> searched;
   if (batch.collects == Collects::kExpected) searched = search();
-  simt::HostCopy copy(call.stream(), words, numbers.numel());
+  simt::HostCopy copy(call.stream(), words, count_read);
   PooledBags bags{op, tables, rows, given.mean};
   bags.bag_weights = batch.bag_weights;
   bags.is_checked = true;
@@ -86,21 +88,23 @@ FindAndPoolResult find_and_pool(const FindAndPoolCall& given) {
   if (given.segments && is_pooled) {
     bags.lists.offsets = offset;
     bags.lists.count = batch.bags;
-    read_segments(op, bags.lists, *given.segments, tables.layout, batch.elements);
+    read_segments(op, bags.lists, *given.segments, tables.layout, batch.elements());
     pool(call, bags, out);
   }
+  const int64_t* const copied = copy.wait();
   auto* const number = mutable_data<int64_t>(numbers);
-  std::copy_n(copy.wait(), numbers.numel(), number);
+  std::copy_n(copied, numbers.numel(), number);
   const BatchNumbers read(number, features, count);
   if (n > 0) raise_earlier_error(*read.absent);
-  if (!given.segments && is_pooled && *read.is_wrong == 0) {
+  Tensor none = new_device_tensor({0});
+  if (copied[numbers.numel()] != 0) return {out, rows, bag_offsets, new_int64(0), none, none, none};
+  if (!given.segments && is_pooled) {
     bags.lists.count = n;
     add_segments(bags.lists, sequence_segments(tables, read.table_offsets));
     pool(call, bags, out);
   }
-  Tensor none = new_device_tensor({0});
   CollectedIds found{none, none, none};
-  if (batch.collects != Collects::kNever && *read.is_wrong == 0 && tables.has_new(read.absent)) {
+  if (batch.collects != Collects::kNever && tables.has_new(read.absent)) {
     if (!searched) {
       searched = search();
       constexpr auto kWord = static_cast<int64_t>(sizeof(int64_t));

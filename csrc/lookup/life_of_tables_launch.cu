@@ -1,3 +1,4 @@
+#include "life/lowest_scores_kernels.h"
 #include "lookup/admission_kernels.h"
 #include "lookup/fill_new.h"
 #include "lookup/listed_rows_kernels.h"
@@ -7,24 +8,11 @@
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(DecideAdmission);
-TORCHREC_DYN_LAUNCH(ReadAdmittedOffsets);
-TORCHREC_DYN_LAUNCH(ListAdmitted);
-TORCHREC_DYN_LAUNCH(KeyDecayed);
-TORCHREC_DYN_LAUNCH(ReadOrder);
-TORCHREC_DYN_LAUNCH(CopyListed);
-TORCHREC_DYN_LAUNCH(WriteInOrder);
-TORCHREC_DYN_LAUNCH(FlagUnchanged);
-TORCHREC_DYN_LAUNCH(ReadChosenOffsets);
-TORCHREC_DYN_LAUNCH(FindFirstChosen);
-TORCHREC_DYN_LAUNCH(ListUnchanged);
-TORCHREC_DYN_LAUNCH(NumberNewRows);
-TORCHREC_DYN_LAUNCH(FillNew);
-TORCHREC_DYN_LAUNCH(WriteFirstScores);
-TORCHREC_DYN_LAUNCH(CheckRemovedRows);
-TORCHREC_DYN_LAUNCH(ForgetScores);
-TORCHREC_DYN_LAUNCH(ReadTableScores);
-TORCHREC_DYN_LAUNCH(CheckWrittenRows);
-TORCHREC_DYN_LAUNCH(WriteTableScores);
+TORCHREC_DYN_LAUNCH(DecideAdmission, ReadAdmittedOffsets, ListAdmitted, KeyDecayed, ReadOrder, CopyListed, WriteInOrder,
+                    FlagUnchanged, ReadChosenOffsets, FindFirstChosen, ListUnchanged, NumberNewRows, FillNew,
+                    WriteFirstScores, CheckRemovedRows, ForgetScores, ReadTableScores, CheckWrittenRows,
+                    WriteTableScores);
+TORCHREC_DYN_LAUNCH(CountKeys, AddCopies, ChooseDigit, MarkLowest, CountMarked, ChooseTies, ListLowest, FlagTies,
+                    WriteLowest, CheckTouchedRows, TouchScores);
 
 }  // namespace torchrec_dyn

@@ -23,23 +23,19 @@ struct PooledBags {
   const int64_t* new_index = nullptr;    // null: all bags are pooled, and on the CPU anyway
   const int64_t* initial_ids = nullptr;  // whose initial rows are shown, or null
   bool is_checked = false;               // the caller of a device's op has checked the offsets
+
+  // Checks the rows and reads their bags, of `elements` numbers in all.
+  void read_bags_of(const std::optional<Tensor>& offsets, const Tensor& segments, int64_t elements,
+                    bool reads_offsets) {
+    check_tensor(op, "rows", rows, ScalarType::Long, tables.device);
+    lists = read_bags(op, offsets, segments, tables.layout, rows.numel(), elements, tables.device, reads_offsets);
+  }
+  // `ids`: of the rows; initial rows are shown where an id has none.
+  void read_initial_ids(const std::optional<Tensor>& ids) {
+    check_numbers(op, "initial_ids", ids, ScalarType::Long, rows.numel(), tables.device);
+    if (!tables.initial.empty()) initial_ids = const_data<int64_t>(ids);
+  }
 };
-
-// The new ids of rows [N], or null.
-inline const int64_t* new_index_data(const PooledBags& bags, const std::optional<Tensor>& new_index) {
-  if (!new_index.has_value()) return nullptr;
-  check_tensor(bags.op, "new_index", *new_index, ScalarType::Long, bags.tables.device);
-  check_size(bags.op, "the number of new_index", bags.rows.numel(), new_index->numel());
-  return const_data<int64_t>(*new_index);
-}
-
-// The ids of rows [N] whose initial rows are shown where they have no row, or null.
-inline const int64_t* initial_id_data(const PooledBags& bags, const std::optional<Tensor>& initial_ids) {
-  if (!initial_ids.has_value()) return nullptr;
-  check_tensor(bags.op, "initial_ids", *initial_ids, ScalarType::Long, bags.tables.device);
-  check_size(bags.op, "the number of initial_ids", bags.rows.numel(), initial_ids->numel());
-  return bags.tables.initial.empty() ? nullptr : const_data<int64_t>(*initial_ids);
-}
 
 struct GatherPoolCall {
   ArgumentReader arguments;
@@ -62,8 +58,7 @@ struct GatherPoolCall {
 
   PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
     PooledBags given{"gather_pool", prepared, rows, mean};
-    given.lists =
-        read_bags(given.op, offsets, segments, prepared.layout, rows.numel(), elements, prepared.device, reads_offsets);
+    given.read_bags_of(offsets, segments, elements, reads_offsets);
     given.bag_weights = bag_weight_data(given.op, bag_weights, rows.numel(), prepared.device);
     check_pooled_type(given.op, dtype);
     return given;
@@ -71,6 +66,8 @@ struct GatherPoolCall {
 };
 
 struct PoolPreparedCall {
+  static constexpr const char* kOp = "pool_prepared_";
+
   ArgumentReader arguments;
 
   Tensor out = arguments.read<Tensor>();
@@ -80,35 +77,28 @@ struct PoolPreparedCall {
   std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
   Tensor segments = arguments.read<Tensor>();
-  Tensor handle = arguments.read<Tensor>();
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
   bool mean = arguments.read<bool>();
 
-  Handles::Shared tables() const { return Handles::all().get("pool_prepared_", handle); }
-
-  PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
-    PooledBags given{"pool_prepared_", prepared, rows, mean};
-    check_tensor(given.op, "rows", rows, ScalarType::Long, prepared.device);
-    check_pooled_type(given.op, out.scalar_type());
-    check_tensor(given.op, "out", out, out.scalar_type(), prepared.device);
-    SeparateMemory()
-        .writes(out)
-        .reads(rows)
-        .reads(offsets)
-        .reads(bag_weights)
-        .reads(new_index)
-        .reads(initial_ids)
-        .check(given.op, &prepared.written);
-    given.new_index = new_index_data(given, new_index);
-    given.lists = read_bags(given.op, offsets, segments, prepared.layout, rows.numel(), out.numel(), prepared.device,
-                            reads_offsets);
-    given.initial_ids = initial_id_data(given, initial_ids);
-    given.bag_weights = bag_weight_data(given.op, bag_weights, rows.numel(), prepared.device);
+  PooledBags bags(bool reads_offsets) const {
+    PooledBags given{kOp, *tables, rows, mean};
+    check_pooled_type(kOp, out.scalar_type());
+    check_tensor(kOp, "out", out, out.scalar_type(), tables->device);
+    SeparateMemory memory;
+    memory.writes(out).reads(rows, offsets, bag_weights, new_index, initial_ids).check(kOp, &tables->written);
+    check_numbers(kOp, "new_index", new_index, ScalarType::Long, rows.numel(), tables->device);
+    given.new_index = const_data<int64_t>(new_index);
+    given.read_bags_of(offsets, segments, out.numel(), reads_offsets);
+    given.read_initial_ids(initial_ids);
+    given.bag_weights = bag_weight_data(kOp, bag_weights, rows.numel(), tables->device);
     given.is_checked = true;
     return given;
   }
 };
 
 struct WeightsGradCall {
+  static constexpr const char* kOp = "weights_grad_prepared";
+
   ArgumentReader arguments;
 
   Tensor grad = arguments.read<Tensor>();
@@ -116,18 +106,14 @@ struct WeightsGradCall {
   std::optional<Tensor> initial_ids = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
   Tensor segments = arguments.read<Tensor>();
-  Tensor handle = arguments.read<Tensor>();
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
   bool mean = arguments.read<bool>();
 
-  Handles::Shared tables() const { return Handles::all().get("weights_grad_prepared", handle); }
-
-  PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
-    PooledBags given{"weights_grad_prepared", prepared, rows, mean};
-    check_tensor(given.op, "grad", grad, ScalarType::Float, prepared.device);
-    check_tensor(given.op, "rows", rows, ScalarType::Long, prepared.device);
-    given.lists = read_bags(given.op, offsets, segments, prepared.layout, rows.numel(), grad.numel(), prepared.device,
-                            reads_offsets);
-    given.initial_ids = initial_id_data(given, initial_ids);
+  PooledBags bags(bool reads_offsets) const {
+    PooledBags given{kOp, *tables, rows, mean};
+    check_tensor(kOp, "grad", grad, ScalarType::Float, tables->device);
+    given.read_bags_of(offsets, segments, grad.numel(), reads_offsets);
+    given.read_initial_ids(initial_ids);
     return given;
   }
 };

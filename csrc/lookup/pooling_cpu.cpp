@@ -274,10 +274,7 @@ Tensor gather_pool(const GatherPoolCall& call) {
   return out;
 }
 
-void pool_prepared_(const PoolPreparedCall& call) {
-  const Handles::Shared tables = call.tables();
-  pool(call.bags(*tables, true), call.out);
-}
+void pool_prepared_(const PoolPreparedCall& call) { pool(call.bags(true), call.out); }
 
 // d loss / d bag_weight[i] = <grad[bag of i], weights[rows[i]]>, divided by the bag's length for the mean.
 template <typename T>
@@ -299,20 +296,20 @@ void dot_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, i
 }
 
 Tensor weights_grad_prepared(const WeightsGradCall& call) {
-  const Handles::Shared tables = call.tables();
-  const PooledBags given = call.bags(*tables, true);
+  const PreparedTables& tables = *call.tables;
+  const PooledBags given = call.bags(true);
   const Bags bags = given.lists.view();
   const auto* rows = const_data<int64_t>(call.rows);
-  check_rows_of_bags(given.op, bags, tables->layout, rows);
+  check_rows_of_bags(given.op, bags, tables.layout, rows);
   Tensor out = new_tensor({call.rows.numel()}, ScalarType::Float);
   float* place = mutable_data<float>(out);
   std::fill(place, place + call.rows.numel(), 0.0f);
-  dispatch_row_type(given.op, tables->row_type, [&](auto zero) {
+  dispatch_row_type(given.op, tables.row_type, [&](auto zero) {
     using T = decltype(zero);
-    const std::vector<RowBlocks<T>> row_tables = tables->all_rows<T>();
-    const PoolJob<T> job{bags, row_tables, rows, nullptr, call.mean, false, given.initial_ids, tables->initial.data()};
+    const std::vector<RowBlocks<T>> row_tables = tables.all_rows<T>();
+    const PoolJob<T> job{bags, row_tables, rows, nullptr, call.mean, false, given.initial_ids, tables.initial.data()};
     for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
-      const auto memory = numbers_of<T>(given.initial_ids == nullptr ? 0 : most_columns(*tables));
+      const auto memory = numbers_of<T>(given.initial_ids == nullptr ? 0 : most_columns(tables));
       for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
         dot_segment(job, segment, first, last, const_data<float>(call.grad), memory.get(), place);
       });

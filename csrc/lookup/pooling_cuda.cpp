@@ -117,23 +117,21 @@ Tensor gather_pool(const GatherPoolCall& given) {
 }
 
 void pool_prepared_(const PoolPreparedCall& given) {
-  const Handles::Shared tables = given.tables();
-  const PooledBags bags = given.bags(*tables, false);
+  const PooledBags bags = given.bags(false);
   DeviceCall call(given.rows);
   if (given.new_index.has_value() && given.rows.numel() == 0) return;  // bags.new_index may be null
   pool(call, bags, given.out);
 }
 
 Tensor weights_grad_prepared(const WeightsGradCall& given) {
-  const Handles::Shared tables = given.tables();
-  const PooledBags all = given.bags(*tables, false);
+  const PooledBags all = given.bags(false);
   const int64_t ids = given.rows.numel();
   DeviceCall call(given.rows);
   Tensor out = new_device_tensor({ids}, ScalarType::Float);
   auto* place = mutable_data<float>(out);
   const auto* bag_grad = const_data<float>(given.grad);
   if (all.lists.count == 0) simt::fill_zero(call.stream(), place, ids * static_cast<int64_t>(sizeof(float)));
-  dispatch_row_type(all.op, tables->row_type, [&](auto zero) {
+  dispatch_row_type(all.op, given.tables->row_type, [&](auto zero) {
     using T = decltype(zero);
     run<T>(call, all, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool, const ShownRows& shown) {
       simt::launch(call.stream(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});

@@ -16,10 +16,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "bag_lengths_kernels.h"
 #include "device_errors.h"
-#include "division.h"
 #include "lookup/bags.h"
-#include "lookup/wrong_offsets_kernels.h"
 #include "simt.h"
 #include "storage/blocks.h"
 #include "storage/id_map.h"

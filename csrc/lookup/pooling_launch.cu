@@ -4,18 +4,13 @@
 
 namespace torchrec_dyn {
 
-#define TORCHREC_DYN_LAUNCH_POOLING(T, Out)     \
-  TORCHREC_DYN_LAUNCH(PoolBags<T, Out, true>);  \
-  TORCHREC_DYN_LAUNCH(PoolBags<T, Out, false>); \
-  TORCHREC_DYN_LAUNCH(PoolNewBags<T, Out>);     \
-  TORCHREC_DYN_LAUNCH(PoolShownBags<T, Out>)
+#define TORCHREC_DYN_LAUNCH_POOLING(T, Out) \
+  TORCHREC_DYN_LAUNCH(PoolBags<T, Out, true>, PoolBags<T, Out, false>, PoolNewBags<T, Out>, PoolShownBags<T, Out>)
 #define TORCHREC_DYN_LAUNCH_BAGS(T)         \
   TORCHREC_DYN_LAUNCH_POOLING(T, float);    \
   TORCHREC_DYN_LAUNCH_POOLING(T, Float16);  \
   TORCHREC_DYN_LAUNCH_POOLING(T, BFloat16); \
-  TORCHREC_DYN_LAUNCH(ReportWrongBags<T>);  \
-  TORCHREC_DYN_LAUNCH(DotRows<T>);          \
-  TORCHREC_DYN_LAUNCH(DotShownRows<T>)
+  TORCHREC_DYN_LAUNCH(ReportWrongBags<T>, DotRows<T>, DotShownRows<T>)
 
 TORCHREC_DYN_LAUNCH_BAGS(float);
 TORCHREC_DYN_LAUNCH_BAGS(Float16);

@@ -36,10 +36,14 @@
 #include <utility>
 
 #include "simd.h"
+#include "storage/blocks.h"
+#include "storage/row_marks.h"
 
 namespace torchrec_dyn {
 
 constexpr int64_t kPieceIds = 256;
+// Ranks that send ids. On a CPU every task keeps one number for each.
+constexpr int32_t kMostSenders = 1 << 20;
 
 // An error in the contents of an update, as kernels report it (device_errors.h), after the name of the op. Then
 // follow two offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step; how
@@ -418,5 +422,23 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, co
   else
     update_rare_row(rule, correction, square, ratio, g, w, states, n);
 }
+
+// The arguments of stochastic rounding and bias correction: one line of `streams` [T, 3] int64.
+struct Stream {
+  uint64_t rounding_key;
+  int64_t first_column;
+  int64_t step;
+};
+
+// A table of an update: the blocks of its rows, states and marks, and the numbers that all its rows share.
+template <typename T>
+struct UpdatedTable {
+  RowBlocks<T> weights;
+  RowBlocks<float> states[kMostStates];  // without blocks: the rule has no such state
+  MarkBits marks;                        // without blocks: the table keeps no marks
+  Stream stream;
+  BiasCorrection correction;
+  float grad_scale;  // factor of a row's gradient sum
+};
 
 }  // namespace torchrec_dyn

@@ -11,8 +11,6 @@
 #include "lookup/bags_arguments.h"
 #include "lookup/prepared_tables.h"
 #include "lookup/row_update.h"
-#include "lookup/senders_arguments.h"
-#include "lookup/updated_table.h"
 #include "storage/blocks_arguments.h"
 #include "storage/row_marks.h"
 #include "struct_kernel.h"
@@ -62,9 +60,7 @@ struct PreparedUpdateCall {
   ArgumentReader arguments;
 
   UpdateBatch batch{arguments};
-  Tensor handle = arguments.read<Tensor>();
-
-  Handles::Shared tables() const { return Handles::all().get("update_prepared_", handle); }
+  Handles::Shared tables = Handles::all().get("update_prepared_", arguments.read<Tensor>());
 };
 
 // What the host has read of the arguments.
@@ -124,6 +120,12 @@ inline void check_step(const char* op, bool is_valid, int64_t step) {
   TORCHREC_DYN_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
 }
 
+// `lowest` and `highest`: of all senders and -1.
+inline void check_sender_range(const char* op, int64_t lowest, int64_t highest) {
+  TORCHREC_DYN_CHECK(lowest == -1 && highest < kMostSenders, op, ": expected senders in [-1, ", kMostSenders, "), got ",
+                     lowest, " to ", highest, ".");
+}
+
 inline void check_nonfinite(const char* op, int64_t rows) {
   TORCHREC_DYN_CHECK(
       rows == 0, op, ": expected finite weights and optimizer states after the update, got NaN or infinity in ", rows,
@@ -157,9 +159,9 @@ inline UpdateArguments read_update(const char* op, const UpdateBatch& call, cons
   const int64_t ids = call.ids.numel();
   check_tensor(op, "grad", call.grad, ScalarType::Float, device);
   check_tensor(op, "ids", call.ids, ScalarType::Long, device);
-  check_tensor(op, "rows", call.rows, ScalarType::Long, device);
+  check_numbers(op, "rows", call.rows, ScalarType::Long, ids, device);
+  check_numbers(op, "senders", call.senders, ScalarType::Int, ids, device);
   check_tensor(op, "streams", call.streams, ScalarType::Long);
-  check_size(op, "the number of rows", ids, call.rows.numel());
   TORCHREC_DYN_CHECK(ids < std::numeric_limits<uint32_t>::max(), op, ": expected fewer than 2^32 - 1 ids, got ", ids,
                      ". Split the batch.");
   TORCHREC_DYN_CHECK(!call.offsets || call.offsets->numel() <= int64_t{1} << 32, op,
@@ -172,15 +174,9 @@ inline UpdateArguments read_update(const char* op, const UpdateBatch& call, cons
   read.rule = read_rule(op, tables.optimizer, call.hyper);
   check_size(op, "the number of grad_scales", static_cast<int64_t>(tables.count()),
              static_cast<int64_t>(call.grad_scales.size()));
-  SeparateMemory()
-      .writes(call.marks)
-      .reads(call.grad)
-      .reads(call.ids)
-      .reads(call.rows)
-      .reads(call.offsets)
-      .reads(call.bag_weights)
-      .reads(call.senders)
-      .check(op, &tables.written);
+  SeparateMemory memory;
+  memory.writes(call.marks).reads(call.grad, call.ids, call.rows, call.offsets, call.bag_weights, call.senders);
+  memory.check(op, &tables.written);
   return read;
 }
 

@@ -13,11 +13,8 @@
 #include "lookup/row_runs_cpu.h"
 #include "lookup/row_update.h"
 #include "lookup/row_update_arguments.h"
-#include "lookup/senders.h"
-#include "lookup/senders_arguments.h"
 #include "lookup/table_segments_cpu.h"
 #include "lookup/update_workspace_cpu.h"
-#include "lookup/updated_table.h"
 #include "parallel.h"
 #include "row_parts_cpu.h"
 #include "simd.h"
@@ -58,7 +55,6 @@ GradPlaces find_grad_places(const Bags& bags, int64_t ids, bool mean) {
   return places;
 }
 
-template <typename T>
 struct UpdateJob {
   const Bags& bags;
   const GradPlaces& places;
@@ -73,7 +69,7 @@ struct UpdateJob {
 // The rows of a part, with all data that their updates read.
 template <typename T>
 struct Runs {
-  const UpdateJob<T>& job;
+  const UpdateJob& job;
   const UpdatedTable<T>& table;
   std::span<const Run> runs;
   const uint32_t* positions;
@@ -270,7 +266,7 @@ enum class Pass { kPlain, kGuarded, kTrial };
 template <int64_t kBytes, bool kLooks, bool kCommon, int64_t kColumns, typename T>
 TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspace& workspace, Pass pass) {
   const Runs<T> all = shared;  // copies: the compiler sees that no store changes them
-  const UpdateJob<T> job = all.job;
+  const UpdateJob job = all.job;
   UpdatedTable<T> table = all.table;
   if (kColumns > 0) table.weights.columns = kColumns;
   const std::span<const Run> runs = all.runs;
@@ -377,8 +373,8 @@ constexpr size_t kMostEarlyGrads = (size_t{256} << 10) / sizeof(float);
 
 // Returns the number of rows that would not be finite.
 template <typename T>
-int64_t run_part(const UpdateJob<T>& job, const TableSegments& segments, const UpdatedTable<T>& table,
-                 const RowPart& part, Pass pass, Workspace& workspace) {
+int64_t run_part(const UpdateJob& job, const TableSegments& segments, const UpdatedTable<T>& table, const RowPart& part,
+                 Pass pass, Workspace& workspace) {
   const int64_t mask = part.parts - 1, columns = table.weights.columns;
   RowRuns& rows = workspace.rows;
   rows.clear();
@@ -412,6 +408,20 @@ int64_t refused_rows(const std::vector<int64_t>& nonfinite, const std::vector<On
   return rows;
 }
 
+// Reads and checks the senders of all ids.
+Senders read_senders(const char* op, const std::optional<Tensor>& given, int64_t ids) {
+  const auto* sender = const_data<int32_t>(given);
+  if (sender == nullptr) return {};
+  int32_t lowest = -1;
+  int32_t highest = -1;
+  for (int64_t i = 0; i < ids; ++i) {
+    lowest = std::min(lowest, sender[i]);
+    highest = std::max(highest, sender[i]);
+  }
+  check_sender_range(op, lowest, highest);
+  return {sender, highest + 1};
+}
+
 // Checks the steps of the tables that have rows in the batch.
 void check_steps(const char* op, const Tensor& streams, const UpdateArguments& read, const TableSegments& segments,
                  const int64_t* rows) {
@@ -437,7 +447,7 @@ void update(const char* op, const UpdateBatch& call, const PreparedTables& prepa
   dispatch_row_type(op, prepared.row_type, [&](auto zero) {
     using T = decltype(zero);
     const UpdatedTables<T> updated(op, call, read, prepared);
-    const UpdateJob<T> job{
+    const UpdateJob job{
         bags, places,   const_data<float>(call.grad), const_data<int64_t>(call.ids), row, read.bag_weights,
         sent, read.rule};
     const std::vector<int64_t> table_ids = segments.ids();
@@ -477,7 +487,7 @@ void update(const char* op, const UpdateBatch& call, const PreparedTables& prepa
 
 void update_rows_(const UpdateCall& call) { update("update_rows_", call.batch, call.tables(DeviceType::CPU)); }
 
-void update_prepared_(const PreparedUpdateCall& call) { update("update_prepared_", call.batch, *call.tables()); }
+void update_prepared_(const PreparedUpdateCall& call) { update("update_prepared_", call.batch, *call.tables); }
 
 }  // namespace
 

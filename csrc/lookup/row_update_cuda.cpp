@@ -3,12 +3,12 @@
 #include <bit>
 #include <limits>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "device_call.h"
 #include "lookup/row_update_arguments.h"
 #include "lookup/row_update_kernels.h"
-#include "lookup/senders_arguments.h"
 #include "sent_lists.h"
 
 namespace torchrec_dyn {
@@ -113,8 +113,10 @@ struct SentUpdate {
   UpdatedIds ids;
   const TileTable<T>* tables;
   WidthOfRows width;
-  uint64_t end_key;
 };
+
+template <Visit kVisit>
+using VisitOf = std::integral_constant<Visit, kVisit>;
 
 // Sorts the ids and updates their rows. Key: an unsigned word for keys.
 template <typename Key, typename T>
@@ -131,49 +133,38 @@ void update_sorted(DeviceCall& call, const UpdateBatch& given, const UpdateArgum
   simt::launch(call.stream(), ids.bags.offsets == nullptr ? n : std::max(n, ids.bags.count + 1),
                KeyIds<Key>{ids, pairs, terms, read.bag_weights, mean_factors});
   if (n == 0) return;
-  pairs = simt::sort_pairs(call.stream(), pairs, n, 0, std::bit_width(sent.end_key));
+  pairs = simt::sort_pairs(call.stream(), pairs, n, 0, std::bit_width(ids.absent));
   const SortedIds<Key> sorted{ids, pairs.keys, pairs.values};
   const int64_t* divisors = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
-  if (sent.end_key == 0) return;  // no table has rows, or there is none, and tiles read the first key of a table
+  if (ids.absent == 0) return;  // no table has rows, or there is none, and tiles read the first key of a table
   const int64_t lines = lines_of_pieces(n), columns = columns_of_pieces(sent.width);
   auto* pieces = call.allocate_for<float>(lines * columns);
   const auto grads = [&]<typename Shape>(Shape) {
     return SortedGrads<Key, Shape>{sorted, terms, const_data<float>(given.grad), pieces, columns};
   };
   const RuleFacts facts = rule_facts(read.rule.optimizer);
-  const auto* all_ids = const_data<int64_t>(given.ids);
+  const bool may_fail = has(on_nonfinite, OnNonfinite::kError);
+  float* const ratios = read.rule.has_ratio() ? call.allocate_for<float>(n) : nullptr;
+  int64_t* const tried = may_fail || has(on_nonfinite, OnNonfinite::kSkip) ? call.allocate_for<int64_t>(n) : nullptr;
+  const auto visit_rows = [&]<Visit kVisit, typename Shape>(VisitOf<kVisit>, Shape shape) {
+    simt::launch_tiles(call.stream(), n,
+                       UpdateRows<T, Key, Shape, kVisit>{grads(shape), sent.tables, read.rule, facts,
+                                                         facts.is_rowwise(), !read.marks.empty(),
+                                                         const_data<int64_t>(given.ids), divisors, tried, ratios});
+  };
   with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
     simt::launch_tiles(call.stream(), lines, SumPieces<Key, Shape>{grads(shape)});
   });
-  float* const ratios = read.rule.has_ratio() ? call.allocate_for<float>(n) : nullptr;
-  if (ratios != nullptr)
-    simt::launch_tiles(
-        call.stream(), n,
-        UpdateRows<T, Key, AnyTile, Visit::kMeasure>{grads(AnyTile{}), sent.tables, read.rule, facts,
-                                                     facts.is_rowwise(), false, all_ids, divisors, nullptr, ratios});
-  const bool may_fail = has(on_nonfinite, OnNonfinite::kError);
-  if (may_fail || has(on_nonfinite, OnNonfinite::kSkip)) {
-    auto* tried = call.allocate_for<int64_t>(n);
-    simt::launch_tiles(
-        call.stream(), n,
-        UpdateRows<T, Key, AnyTile, Visit::kTry>{grads(AnyTile{}), sent.tables, read.rule, facts, facts.is_rowwise(),
-                                                 false, all_ids, divisors, tried, ratios});
+  if (ratios != nullptr) visit_rows(VisitOf<Visit::kMeasure>{}, AnyTile{});
+  if (tried != nullptr) {
+    visit_rows(VisitOf<Visit::kTry>{}, AnyTile{});
     if (may_fail) simt::launch(call.stream(), 1, RefuseNonfinite{ids.wrong});
     divisors = tried;
   }
-  if (!read.rule.is_common()) {
-    simt::launch_tiles(call.stream(), n,
-                       UpdateRows<T, Key, AnyTile, Visit::kUpdateByAny>{grads(AnyTile{}), sent.tables, read.rule, facts,
-                                                                        facts.is_rowwise(), !read.marks.empty(),
-                                                                        all_ids, divisors, nullptr, ratios});
-    return;
-  }
-  with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
-    simt::launch_tiles(
-        call.stream(), n,
-        UpdateRows<T, Key, Shape, Visit::kUpdate>{grads(shape), sent.tables, read.rule, facts, facts.is_rowwise(),
-                                                  !read.marks.empty(), all_ids, divisors, nullptr, ratios});
-  });
+  if (read.rule.is_common())
+    with_tile<Key>(sent.width, [&](auto shape) { visit_rows(VisitOf<Visit::kUpdate>{}, shape); });
+  else
+    visit_rows(VisitOf<Visit::kUpdateByAny>{}, AnyTile{});
 }
 
 template <typename T>
@@ -223,12 +214,11 @@ void update(const char* op, const UpdateBatch& given, const UpdateArguments& rea
                         static_cast<int64_t>(keyed.tables.size()),
                         n,
                         const_data<int64_t>(given.rows),
-                        sender_data(op, given.senders, n, call.device()),
+                        const_data<int32_t>(given.senders),
                         keyed.end,
                         wrong},
                        sent.add(tables),
-                       WidthOfRows(read, prepared, const_data<float>(given.grad)),
-                       keyed.end};
+                       WidthOfRows(read, prepared, const_data<float>(given.grad))};
   update.width.is_whole &= has_whole_units<T>(prepared, facts);
   sent.send();
   constexpr uint64_t kShortEnd = std::numeric_limits<uint32_t>::max();
@@ -252,7 +242,7 @@ void update_rows_(const UpdateCall& given) {
   update("update_rows_", given.batch, given.tables(given.batch.grad.device()));
 }
 
-void update_prepared_(const PreparedUpdateCall& given) { update("update_prepared_", given.batch, *given.tables()); }
+void update_prepared_(const PreparedUpdateCall& given) { update("update_prepared_", given.batch, *given.tables); }
 
 }  // namespace
 

@@ -22,7 +22,6 @@
 #include "lookup/row_update.h"
 #include "lookup/tile_columns.h"
 #include "lookup/update_keys_kernels.h"
-#include "lookup/updated_table.h"
 #include "simt_tiles.h"
 #include "storage/blocks.h"
 #include "storage/rounding.h"
@@ -233,7 +232,7 @@ struct TableHead {
   float grad_scale;
 };
 
-// A table of an update (updated_table.h) as tiles read it.
+// A table of an update (UpdatedTable) as tiles read it.
 template <typename T>
 struct alignas(Unit16) TileTable {
   TableHead<T> head;
@@ -460,8 +459,11 @@ struct UpdateRows {
                                                     Looked& looked) const {
     Columns states[kStates];
     simt::each_lane<kLanes>([&](int lane) {
-      for (int s = 0; s < kStates; ++s)
-        load_state(facts.states[s], row.table.states[s], row.number, state, lane, slice, states[s][lane].numbers);
+      for (int s = 0; s < kStates; ++s) {
+        states[s][lane].numbers[0] = state;
+        if (facts.states[s] == StateWidth::kColumns)
+          load_lane(row.table.states[s].row(row.number), slice, lane, states[s][lane].numbers);
+      }
     });
     if constexpr (kVisit == Visit::kMeasure) {
       Columns measured;
@@ -483,13 +485,22 @@ struct UpdateRows {
       else
         update_row(rule, row.table.correction, square, ratios == nullptr ? 1.0f : ratios[own.k], sums[lane].numbers,
                    updated.numbers, states_of(states, lane).places, Shape::kLaneColumns);
-      if constexpr (kVisit == Visit::kTry) {
-        look_at_weights(row, own, updated.numbers, slice, lane, looked);
-        for (int s = 0; s < kStates; ++s) look_at_state(facts.states[s], states[s][lane].numbers, lane, slice, looked);
-      } else {
-        store_weights(row, own, updated.numbers, slice, lane);
-        for (int s = 0; s < kStates; ++s)
-          store_state(facts.states[s], row.table.states[s], row, states[s][lane].numbers, lane, slice);
+      with_stored(row, own, updated.numbers, slice, lane, [&](const auto& numbers) {
+        if constexpr (kVisit == Visit::kTry)
+          looked.look(lane, numbers, slice);
+        else
+          store_lane(numbers, slice, lane, row.weights);
+      });
+      for (int s = 0; s < kStates; ++s) {
+        const auto& numbers = states[s][lane].numbers;
+        if constexpr (kVisit == Visit::kTry) {
+          if (facts.states[s] == StateWidth::kRow) looked.look(lane, numbers[0]);
+          if (facts.states[s] == StateWidth::kColumns) looked.look(lane, numbers, slice);
+        } else {
+          if (facts.states[s] == StateWidth::kRow && lane == 0 && slice.first == 0) *row.state = numbers[0];
+          if (facts.states[s] == StateWidth::kColumns)
+            store_lane(numbers, slice, lane, row.table.states[s].row(row.number));
+        }
       }
     });
   }
@@ -504,31 +515,17 @@ struct UpdateRows {
     return of_lane;
   }
 
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void load_state(StateWidth width, const TileRows<float>& states,
-                                                               uint32_t number, float row_state, int lane,
-                                                               const Slice<Shape>& slice,
-                                                               float (&to)[Shape::kLaneColumns]) {
-    to[0] = row_state;
-    if (width == StateWidth::kColumns) load_lane(states.row(number), slice, lane, to);
-  }
-
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void store_state(StateWidth width, const TileRows<float>& states,
-                                                                const UpdatedRow<T>& row,
-                                                                const float (&from)[Shape::kLaneColumns], int lane,
-                                                                const Slice<Shape>& slice) {
-    if (width == StateWidth::kRow && lane == 0 && slice.first == 0) *row.state = from[0];
-    if (width == StateWidth::kColumns) store_lane(from, slice, lane, states.row(row.number));
-  }
-
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void store_weights(const UpdatedRow<T>& row, const RowIds& own,
-                                                           const float (&from)[Shape::kLaneColumns],
-                                                           const Slice<Shape>& slice, int lane) const {
+  // Calls use(numbers) with the weights of a lane as the row stores them.
+  template <typename Use>
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void with_stored(const UpdatedRow<T>& row, const RowIds& own,
+                                                         const float (&from)[Shape::kLaneColumns],
+                                                         const Slice<Shape>& slice, int lane, const Use& use) const {
     if constexpr (sizeof(T) == sizeof(float)) {
-      store_lane(from, slice, lane, row.weights);
+      use(from);
     } else {
       T numbers[Shape::kLaneColumns];
       round(row, own, from, slice, lane, numbers);
-      store_lane(numbers, slice, lane, row.weights);
+      use(numbers);
     }
   }
 
@@ -548,27 +545,6 @@ struct UpdateRows {
                          &numbers[u * kUnitColumns + c]);
       }
     }
-  }
-
-  // A trial looks at the numbers that an update would store.
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void look_at_weights(const UpdatedRow<T>& row, const RowIds& own,
-                                                             const float (&from)[Shape::kLaneColumns],
-                                                             const Slice<Shape>& slice, int lane,
-                                                             Looked& looked) const {
-    if constexpr (sizeof(T) == sizeof(float)) {
-      looked.look(lane, from, slice);
-    } else {
-      T numbers[Shape::kLaneColumns];
-      round(row, own, from, slice, lane, numbers);
-      looked.look(lane, numbers, slice);
-    }
-  }
-
-  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void look_at_state(StateWidth width,
-                                                                  const float (&from)[Shape::kLaneColumns], int lane,
-                                                                  const Slice<Shape>& slice, Looked& looked) {
-    if (width == StateWidth::kRow) looked.look(lane, from[0]);
-    if (width == StateWidth::kColumns) looked.look(lane, from, slice);
   }
 
   // The end of the trial of a row.

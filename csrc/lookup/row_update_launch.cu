@@ -3,13 +3,8 @@
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(KeyIds<uint32_t>);
-TORCHREC_DYN_LAUNCH(KeyIds<uint64_t>);
-TORCHREC_DYN_LAUNCH(ReportWrongUpdate);
-TORCHREC_DYN_LAUNCH(RefuseNonfinite);
-TORCHREC_DYN_LAUNCH(KeySenders<uint32_t>);
-TORCHREC_DYN_LAUNCH(KeySenders<uint64_t>);
-TORCHREC_DYN_LAUNCH(CountSenders);
+TORCHREC_DYN_LAUNCH(KeyIds<uint32_t>, KeyIds<uint64_t>, ReportWrongUpdate, RefuseNonfinite, KeySenders<uint32_t>,
+                    KeySenders<uint64_t>, CountSenders);
 
 #define TORCHREC_DYN_LAUNCH_UPDATE_OF(Key, Shape, kVisit)                    \
   TORCHREC_DYN_LAUNCH_TILES(UpdateRows<float, Key, Shape, Visit::kVisit>);   \

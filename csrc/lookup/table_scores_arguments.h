@@ -11,11 +11,6 @@
 
 namespace torchrec_dyn {
 
-inline void check_step(int64_t step) {
-  TORCHREC_DYN_CHECK(step >= 0 && step < static_cast<int64_t>(kFreeLastSeen),
-                     "touch_scores_: expected steps in [0, 2^32 - 1), got ", step, ".");
-}
-
 inline void check_times(int64_t times) {
   TORCHREC_DYN_CHECK(is_times(times), "touch_scores_: expected times in [1, 2^32), got ", times, ".");
 }
@@ -27,6 +22,14 @@ inline void check_touched_rows(bool are_inside) {
 inline void raise_touch_error(const int64_t* words) {
   check_times(words[0]);
   check_touched_rows(false);
+}
+
+// Checks tables with scores, and rows of them.
+inline void check_table_rows(const char* op, const PreparedTables& tables, const Tensor& rows, const Tensor& offsets) {
+  const auto count = static_cast<int64_t>(tables.count());
+  check_size(op, "the tables with scores", count, static_cast<int64_t>(tables.scores.size()));
+  check_tensor(op, "rows", rows, ScalarType::Long, tables.device);
+  check_table_offsets(op, offsets, count, rows.numel());
 }
 
 struct TouchCall {
@@ -41,36 +44,15 @@ struct TouchCall {
   Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
 
   void check() const {
-    const auto count = static_cast<int64_t>(tables->count());
-    check_size(kOp, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
-    check_tensor(kOp, "rows", rows, ScalarType::Long, tables->device);
-    check_table_offsets(kOp, table_offsets, count, rows.numel());
-    check_tensor(kOp, "steps", steps, ScalarType::Long);
-    check_size(kOp, "the number of steps", count, steps.numel());
-    for (int64_t t = 0; t < count; ++t) check_step(const_data<int64_t>(steps)[t]);
-    if (times) {
-      check_tensor(kOp, "times", *times, ScalarType::Long, rows.device());
-      check_size(kOp, "the number of times", rows.numel(), times->numel());
+    check_table_rows(kOp, *tables, rows, table_offsets);
+    check_numbers(kOp, "steps", steps, ScalarType::Long, static_cast<int64_t>(tables->count()));
+    for (size_t t = 0; t < tables->count(); ++t) {
+      const int64_t step = const_data<int64_t>(steps)[t];
+      TORCHREC_DYN_CHECK(step >= 0 && step < static_cast<int64_t>(kFreeLastSeen), kOp,
+                         ": expected steps in [0, 2^32 - 1), got ", step, ".");
     }
-    SeparateMemory().reads(rows).reads(table_offsets).reads(steps).reads(times).check(kOp, &tables->written);
-  }
-};
-
-// Rows that the scores of their tables are read or written for; tables without scores are left out.
-struct TableScoresCall {
-  const char* op;
-  Tensor rows;
-  Tensor table_offsets;
-  Handles::Shared tables;
-
-  const int64_t* offsets() const { return const_data<int64_t>(table_offsets); }
-  const int64_t* row() const { return const_data<int64_t>(rows); }
-
-  void check() const {
-    const auto count = static_cast<int64_t>(tables->count());
-    check_size(op, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
-    check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
-    check_table_offsets(op, table_offsets, count, rows.numel());
+    check_numbers(kOp, "times", times, ScalarType::Long, rows.numel(), rows.device());
+    SeparateMemory().reads(rows, table_offsets, steps, times).check(kOp, &tables->written);
   }
 };
 
@@ -81,7 +63,7 @@ struct ReadScoresCall {
 
   Tensor rows = arguments.read<Tensor>();
   Tensor table_offsets = arguments.read<Tensor>();
-  TableScoresCall of{kOp, rows, table_offsets, Handles::all().get(kOp, arguments.read<Tensor>())};
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
 };
 
 struct WriteScoresCall {
@@ -93,16 +75,13 @@ struct WriteScoresCall {
   Tensor table_offsets = arguments.read<Tensor>();
   Tensor last_seen = arguments.read<Tensor>();
   Tensor counts = arguments.read<Tensor>();
-  TableScoresCall of{kOp, rows, table_offsets, Handles::all().get(kOp, arguments.read<Tensor>())};
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
 
   void check() const {
-    of.check();
-    for (const Tensor* numbers : {&last_seen, &counts}) {
-      check_tensor(kOp, "last_seen and counts", *numbers, ScalarType::Long, rows.device());
-      check_size(kOp, "the number of last_seen and counts", rows.numel(), numbers->numel());
-    }
-    SeparateMemory memory;
-    memory.reads(rows).reads(table_offsets).reads(last_seen).reads(counts).check(kOp, &of.tables->written);
+    check_table_rows(kOp, *tables, rows, table_offsets);
+    for (const Tensor& numbers : {last_seen, counts})
+      check_numbers(kOp, "last_seen and counts", numbers, ScalarType::Long, rows.numel(), rows.device());
+    SeparateMemory().reads(rows, table_offsets, last_seen, counts).check(kOp, &tables->written);
   }
 };
 

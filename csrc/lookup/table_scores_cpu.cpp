@@ -30,7 +30,7 @@ void touch_scores_(const TouchCall& call) {
   const int64_t* row = const_data<int64_t>(call.rows);
   const int64_t* offset = const_data<int64_t>(call.table_offsets);
   const int64_t* step = const_data<int64_t>(call.steps);
-  const int64_t* often = call.times ? const_data<int64_t>(*call.times) : nullptr;
+  const int64_t* often = const_data<int64_t>(call.times);
   for (int64_t i = 0; often && i < call.rows.numel(); ++i) check_times(often[i]);
   std::vector<int64_t> touched_rows(words.size());  // rows of each table with scores
   for (size_t t = 0; t < words.size(); ++t) {
@@ -52,11 +52,11 @@ void touch_scores_(const TouchCall& call) {
   });
 }
 
-// Calls visit(i, words) for each row of a table with scores, on all threads.
-template <typename Visit>
-void for_scored_rows(const TableScoresCall& call, const Visit& visit) {
-  const int64_t* const row = call.row();
-  const int64_t* const offsets = call.offsets();
+// Calls visit(i, row, words) for each row of a table with scores, on all threads.
+template <typename Call, typename Visit>
+void for_scored_rows(const Call& call, const Visit& visit) {
+  const int64_t* const row = const_data<int64_t>(call.rows);
+  const int64_t* const offsets = const_data<int64_t>(call.table_offsets);
   const auto tables = static_cast<int64_t>(call.tables->count());
   for_each_range(call.rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
     int64_t t = std::upper_bound(offsets, offsets + tables + 1, begin) - offsets - 1;
@@ -65,22 +65,24 @@ void for_scored_rows(const TableScoresCall& call, const Visit& visit) {
       const int64_t last = std::min(end, offsets[t + 1]);
       for (int64_t i = first; i < last && words.capacity > 0; ++i) {
         if ((i - first) % kScoreBurst == 0) prefetch_scores(words, row, i, last);
-        visit(i, words);
+        visit(i, row[i], words);
       }
     }
   });
 }
 
 // Raises the error of a row, if one was found wrong.
-void check_scored_rows(const TableScoresCall& call, int64_t wrong) {
+template <typename Call>
+void check_scored_rows(const Call& call, int64_t wrong) {
   if (wrong < 0) return;
-  const int64_t* const offsets = call.offsets();
+  const int64_t* const offsets = const_data<int64_t>(call.table_offsets);
   const auto t = std::upper_bound(offsets, offsets + call.tables->count() + 1, wrong) - offsets - 1;
-  check_scored_row(call.op, false, call.row()[wrong], call.tables->scores[static_cast<size_t>(t)].capacity);
+  check_scored_row(call.kOp, false, const_data<int64_t>(call.rows)[wrong],
+                   call.tables->scores[static_cast<size_t>(t)].capacity);
 }
 
 std::tuple<Tensor, Tensor> read_scores(const ReadScoresCall& call) {
-  call.of.check();
+  check_table_rows(call.kOp, *call.tables, call.rows, call.table_offsets);
   const int64_t n = call.rows.numel();
   Tensor last_seen = new_int64(n), counts = new_int64(n);
   auto* const seen = mutable_data<int64_t>(last_seen);
@@ -88,8 +90,7 @@ std::tuple<Tensor, Tensor> read_scores(const ReadScoresCall& call) {
   std::fill(seen, seen + n, int64_t{-1});
   std::fill(count, count + n, int64_t{0});
   std::atomic<int64_t> wrong{-1};
-  for_scored_rows(call.of, [&](int64_t i, const ScoreBlocks& words) {
-    const int64_t row = call.of.row()[i];
+  for_scored_rows(call, [&](int64_t i, int64_t row, const ScoreBlocks& words) {
     if (row == -1) return;
     if (!words.holds(row)) {
       wrong = i;
@@ -100,7 +101,7 @@ std::tuple<Tensor, Tensor> read_scores(const ReadScoresCall& call) {
     seen[i] = static_cast<int64_t>(last_seen_of(word));
     count[i] = static_cast<int64_t>(count_of(word));
   });
-  check_scored_rows(call.of, wrong);
+  check_scored_rows(call, wrong);
   return {last_seen, counts};
 }
 
@@ -109,13 +110,11 @@ void write_scores_(const WriteScoresCall& call) {
   const int64_t* const seen = const_data<int64_t>(call.last_seen);
   const int64_t* const count = const_data<int64_t>(call.counts);
   std::atomic<int64_t> wrong{-1};
-  for_scored_rows(call.of, [&](int64_t i, const ScoreBlocks& words) {
-    const int64_t row = call.of.row()[i];
+  for_scored_rows(call, [&](int64_t i, int64_t row, const ScoreBlocks& words) {
     if (row != -1 && !(words.holds(row) && is_last_seen(seen[i]) && is_count(count[i]))) wrong = i;
   });
-  check_scored_rows(call.of, wrong);
-  for_scored_rows(call.of, [&](int64_t i, const ScoreBlocks& words) {
-    const int64_t row = call.of.row()[i];
+  check_scored_rows(call, wrong);
+  for_scored_rows(call, [&](int64_t i, int64_t row, const ScoreBlocks& words) {
     if (row == -1) return;  // equal rows have equal scores, but may be on two threads
     std::atomic_ref<uint64_t>(*words.word(row)).store(score_of(seen[i], count[i]), std::memory_order_relaxed);
   });

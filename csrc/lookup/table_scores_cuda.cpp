@@ -14,27 +14,24 @@ void touch_scores_(const TouchCall& given) {
   const int64_t n = given.rows.numel();
   if (n == 0) return;
   DeviceCall call(given.rows);
-  const int64_t* often = given.times ? const_data<int64_t>(*given.times) : nullptr;
-  const TouchedRows batch{
-      const_data<int64_t>(given.rows),
-      often,
-      n,
-      send_scores(call, *given.tables, const_data<int64_t>(given.table_offsets), const_data<int64_t>(given.steps)),
-      call.zeros<int64_t>(1),
-      call.errors(raise_touch_error)};
+  const ScoreTables tables =
+      send_scores(call, *given.tables, const_data<int64_t>(given.table_offsets), const_data<int64_t>(given.steps));
+  const TouchedRows batch{const_data<int64_t>(given.rows), const_data<int64_t>(given.times), n, tables,
+                          call.zeros<int64_t>(1),          call.errors(raise_touch_error)};
   simt::launch(call.stream(), n, CheckTouchedRows{batch});
   simt::launch(call.stream(), n, TouchScores{batch});
   call.finish();
 }
 
 std::tuple<Tensor, Tensor> read_scores(const ReadScoresCall& given) {
-  given.of.check();
+  check_table_rows(given.kOp, *given.tables, given.rows, given.table_offsets);
   const int64_t n = given.rows.numel();
   DeviceCall call(given.rows);
   Tensor last_seen = new_device_tensor({n}), counts = new_device_tensor({n});
   if (n == 0) return {last_seen, counts};
   simt::launch(call.stream(), n,
-               ReadTableScores{given.of.row(), send_scores(call, *given.of.tables, given.of.offsets(), nullptr),
+               ReadTableScores{const_data<int64_t>(given.rows),
+                               send_scores(call, *given.tables, const_data<int64_t>(given.table_offsets), nullptr),
                                mutable_data<int64_t>(last_seen), mutable_data<int64_t>(counts),
                                call.errors(raise_read_row_error)});
   call.finish();
@@ -46,12 +43,10 @@ void write_scores_(const WriteScoresCall& given) {
   const int64_t n = given.rows.numel();
   if (n == 0) return;
   DeviceCall call(given.rows);
-  const WrittenRows written{given.of.row(),
-                            const_data<int64_t>(given.last_seen),
-                            const_data<int64_t>(given.counts),
-                            send_scores(call, *given.of.tables, given.of.offsets(), nullptr),
-                            call.zeros<int64_t>(1),
-                            call.errors(raise_written_row_error)};
+  const ScoreTables tables = send_scores(call, *given.tables, const_data<int64_t>(given.table_offsets), nullptr);
+  const WrittenRows written{
+      const_data<int64_t>(given.rows), const_data<int64_t>(given.last_seen), const_data<int64_t>(given.counts), tables,
+      call.zeros<int64_t>(1),          call.errors(raise_written_row_error)};
   simt::launch(call.stream(), n, CheckWrittenRows{written});
   simt::launch(call.stream(), n, WriteTableScores{written});
   call.finish();

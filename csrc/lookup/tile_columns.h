@@ -9,8 +9,6 @@
 
 namespace torchrec_dyn {
 
-constexpr int kUnitColumns = 4;
-
 // A tile has kColumns columns in registers: unit u of lane l begins at column 4 (l + u kLanes) of them.
 // kIsWhole: all rows, states and gradients have a multiple of four columns and begin at a multiple of the size of a
 // unit; else a lane reads its columns one by one.
@@ -71,15 +69,6 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void load_lane(const T* row, const Slice<S
     }
     for (int c = 0; c < kUnitColumns; ++c) to[u * kUnitColumns + c] = unit[c];
   }
-}
-
-// Requires an address that is a multiple of the size of a unit.
-template <typename T>
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void store_unit_of(const T* numbers, T* to) {
-  if constexpr (sizeof(T) == sizeof(float))
-    store_unit(Unit16{{word_of(numbers, 2), word_of(numbers + 2, 2)}}, to);
-  else
-    *reinterpret_cast<uint64_t*>(to) = word_of(numbers, kUnitColumns);
 }
 
 // Writes the columns that the row has.

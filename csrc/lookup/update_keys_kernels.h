@@ -10,11 +10,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "bag_lengths_kernels.h"
 #include "device_errors.h"
 #include "lookup/bags.h"
 #include "lookup/row_update.h"
-#include "lookup/senders.h"
-#include "lookup/wrong_offsets_kernels.h"
 #include "simt.h"
 #include "storage/table_of.h"
 

@@ -21,8 +21,7 @@ inline ScalarType check_sorted_batch(const Tensor& ids, const Tensor& lengths, c
   if (weights) {
     const ScalarType got = weights->scalar_type();
     if (got == ScalarType::Double || got == ScalarType::Half || got == ScalarType::BFloat16) type = got;
-    check_tensor(op, "weights", *weights, type, ids.device());
-    check_size(op, "the number of weights", ids.numel(), weights->numel());
+    check_numbers(op, "weights", weights, type, ids.numel(), ids.device());
   }
   TORCHREC_DYN_CHECK(ranks >= 1 && ranks <= kMostRanks, op, ": expected ranks in [1, ", kMostRanks, "], got ", ranks,
                      ".");

@@ -3,10 +3,7 @@
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(FindOwners<int32_t>);
-TORCHREC_DYN_LAUNCH(FindOwners<int64_t>);
-TORCHREC_DYN_LAUNCH(MoveToOwners<uint16_t>);
-TORCHREC_DYN_LAUNCH(MoveToOwners<uint32_t>);
-TORCHREC_DYN_LAUNCH(MoveToOwners<uint64_t>);
+TORCHREC_DYN_LAUNCH(FindOwners<int32_t>, FindOwners<int64_t>, MoveToOwners<uint16_t>, MoveToOwners<uint32_t>,
+                    MoveToOwners<uint64_t>);
 
 }  // namespace torchrec_dyn

@@ -1,5 +1,6 @@
 // Address ranges of a GPU, by the virtual memory functions of CUDA's driver. Its library is not linked, so that the
-// extension loads on machines without a driver: the functions are looked up when the first range is made.
+// extension loads on machines without a driver: the functions are looked up when the first range is made. And the error
+// of a GPU that gives no memory since it is lost.
 #include "storage/address_range.h"
 
 #include <cuda.h>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "cuda_errors.h"
+#include "device_errors.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -227,3 +229,20 @@ std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t devi
 }
 
 }  // namespace torchrec_dyn
+
+namespace torchrec_dyn::simt {
+
+// The error of torch's call is not known here: torch has a CUDA runtime of its own, and so has the extension. A GPU
+// whose kernel has failed returns that error from every call, so a call is made that changes nothing and that a capture
+// of a CUDA graph allows.
+void raise_lost_device() {
+  size_t left = 0, whole = 0;
+  const cudaError_t error = cudaMemGetInfo(&left, &whole);
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    return;
+  }
+  check_cuda(error, "an allocation");
+}
+
+}  // namespace torchrec_dyn::simt

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "both_devices.h"
+#include "storage/table_of.h"
 
 namespace torchrec_dyn {
 
@@ -73,6 +74,25 @@ struct WordBlocks {
   TORCHREC_DYN_BOTH Word* word(int64_t row) const { return blocks[row >> shift] + (row & ((int64_t{1} << shift) - 1)); }
   TORCHREC_DYN_BOTH bool holds(int64_t row) const {
     return static_cast<uint64_t>(row) < static_cast<uint64_t>(capacity);
+  }
+};
+
+// The scores or the marks of several tables, as kernels read them.
+template <typename Word>
+struct TableWords {
+  int64_t begin;           // where the rows of the table begin in the batch
+  WordBlocks<Word> words;  // capacity 0: the table keeps no words
+  int64_t now;             // the step or the version to write
+};
+
+template <typename Word>
+struct WordTables {
+  const TableWords<Word>* tables;
+  int64_t count;
+
+  // The table of position `i` of the batch.
+  TORCHREC_DYN_BOTH const TableWords<Word>& of(int64_t i) const {
+    return tables[table_of(i, count, [this](int64_t table) { return tables[table].begin; })];
   }
 };
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "checks.h"
@@ -51,51 +50,20 @@ inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout
   return tables;
 }
 
-// Reads the layout of words (scores or marks) of T tables, one number `now` for each table; checks these and the rows.
-inline std::vector<TableLayout> read_word_layout(const char* op, const Tensor& rows, const Tensor& table_offsets,
-                                                 const std::vector<Tensor>& words, const Tensor& layout,
-                                                 const char* name, const Tensor& now,
-                                                 const Device& device = DeviceType::CPU) {
-  check_tensor(op, "rows", rows, ScalarType::Long, device);
-  std::vector<TableLayout> tables = read_layout(op, layout, words, true);
-  const auto count = static_cast<int64_t>(tables.size());
-  check_table_offsets(op, table_offsets, count, rows.numel());
-  check_tensor(op, name, now, ScalarType::Long);
-  check_size(op, (std::string("the number of ") + name).c_str(), count, now.numel());
-  return tables;
-}
-
+// The dtype of tensors whose numbers are T. torch has few operators for unsigned words, so tensors keep them as int64,
+// which C++ may read as unsigned.
 template <typename T>
-constexpr ScalarType scalar_type_of();
+constexpr ScalarType kDtypeOf = ScalarType::Long;
 template <>
-constexpr ScalarType scalar_type_of<float>() {
-  return ScalarType::Float;
-}
+inline constexpr ScalarType kDtypeOf<float> = ScalarType::Float;
 template <>
-constexpr ScalarType scalar_type_of<uint8_t>() {
-  return ScalarType::Byte;
-}
+inline constexpr ScalarType kDtypeOf<Float16> = ScalarType::Half;
 template <>
-constexpr ScalarType scalar_type_of<int32_t>() {
-  return ScalarType::Int;
-}
+inline constexpr ScalarType kDtypeOf<BFloat16> = ScalarType::BFloat16;
 template <>
-constexpr ScalarType scalar_type_of<int64_t>() {
-  return ScalarType::Long;
-}
-// torch has few operators for unsigned words, so tensors keep them as int64, which C++ may read as unsigned.
+inline constexpr ScalarType kDtypeOf<int32_t> = ScalarType::Int;
 template <>
-constexpr ScalarType scalar_type_of<uint64_t>() {
-  return ScalarType::Long;
-}
-template <>
-constexpr ScalarType scalar_type_of<Float16>() {
-  return ScalarType::Half;
-}
-template <>
-constexpr ScalarType scalar_type_of<BFloat16>() {
-  return ScalarType::BFloat16;
-}
+inline constexpr ScalarType kDtypeOf<uint8_t> = ScalarType::Byte;
 
 // A flat list of blocks. Owns the pointers that the views of its tables read; for kernels of another device the views
 // need a copy of the pointers there.
@@ -111,7 +79,7 @@ class BlockList {
                        table.first_block + table.blocks, " blocks of ", name_, ", got ", blocks_.size(), ".");
     for (int64_t b = 0; b < table.blocks; ++b) {
       const auto place = static_cast<size_t>(table.first_block + b);
-      check_tensor(op_, name_, blocks_[place], scalar_type_of<T>(), device_);
+      check_tensor(op_, name_, blocks_[place], kDtypeOf<T>, device_);
       const int64_t missing = b + 1 == table.blocks ? columns * table.missing : 0;
       check_size(op_, "the elements of a block", (columns << table.shift) - missing, blocks_[place].numel());
       pointers_[place] = static_cast<T*>(blocks_[place].mutable_data_ptr());

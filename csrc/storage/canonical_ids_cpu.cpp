@@ -36,7 +36,7 @@ struct MixedRow {
 constexpr int64_t kSlotRun = 4096;
 
 // The cells of `count` slots, up to kSlotRun; for an empty slot, the number after the last cell.
-TORCHREC_DYN_INLINE void cells_of_slots(const Slot* slots, int64_t count, int bits, uint32_t* cells) {
+TORCHREC_DYN_SIMD void find_cells(const Slot* slots, int64_t count, int bits, uint32_t* cells) noexcept {
   const uint64_t behind = uint64_t{1} << bits;
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t cell = cell_of(mix64(static_cast<uint64_t>(slots[i].id)), bits);
@@ -46,8 +46,8 @@ TORCHREC_DYN_INLINE void cells_of_slots(const Slot* slots, int64_t count, int bi
 
 // The mixed ids of `count` slots, up to kSlotRun, and a flag for each: 1 if it lies in [first, first + span] and the
 // slot is not empty.
-TORCHREC_DYN_INLINE void mix_slots(const Slot* slots, int64_t count, uint64_t first, uint64_t span, uint64_t* mixed,
-                                   uint8_t* inside) {
+TORCHREC_DYN_SIMD void find_inside(const Slot* slots, int64_t count, uint64_t first, uint64_t span, uint64_t* mixed,
+                                   uint8_t* inside) noexcept {
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t mixed_id = mix64(static_cast<uint64_t>(slots[i].id));
     mixed[i] = mixed_id;
@@ -104,15 +104,6 @@ void sort_bucket(const Buckets& buckets, MixedRow* ids, size_t count) {
     ids[i] = unsorted[word & kLowHalf];
   }
   if (count - run > 1) std::sort(ids + run, ids + count, by_mixed);
-}
-
-TORCHREC_DYN_SIMD void find_cells(const Slot* slots, int64_t count, int bits, uint32_t* cells) noexcept {
-  cells_of_slots(slots, count, bits, cells);
-}
-
-TORCHREC_DYN_SIMD void find_inside(const Slot* slots, int64_t count, uint64_t first, uint64_t span, uint64_t* mixed,
-                                   uint8_t* inside) noexcept {
-  mix_slots(slots, count, first, span, mixed, inside);
 }
 
 Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits) {

@@ -11,17 +11,28 @@
 namespace torchrec_dyn {
 namespace {
 
-std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
-  const SlotArray array = array_of("used_slots", "slots", slots, kDevice);
-  DeviceCall call(slots);
-  auto* places = call.allocate_for<int64_t>(array.capacity + 1);
-  simt::launch(call.stream(), array.capacity + 1, FlagUsed{array, places});
-  simt::exclusive_sum(call.stream(), places, array.capacity + 1);
-  const int64_t count = call.read(places + array.capacity);  // a wait: the result has this length
+// Lists the ids with first <= mixed id <= first + span, and their rows: in the order of the slots, or in canonical
+// order.
+std::tuple<Tensor, Tensor> list_inside(DeviceCall& call, const AllSlots& all, uint64_t first, uint64_t span,
+                                       bool in_order) {
+  const int64_t lines = all.count / kLineSlots;
+  const IdsInside found{all, first, span, call.allocate_for<int64_t>(lines + 1)};
+  simt::launch(call.stream(), lines + 1, CountInside{found});
+  simt::exclusive_sum(call.stream(), found.places, lines + 1);
+  const int64_t count = call.read(found.places + lines);  // a wait: the result has this length
   Tensor ids = new_device_tensor({count}), rows = new_device_tensor({count});
-  simt::launch(call.stream(), array.capacity,
-               ListUsed{array, places, mutable_data<int64_t>(ids), mutable_data<int64_t>(rows)});
+  simt::Pairs listed{mutable_data<uint64_t>(ids), mutable_data<int64_t>(rows)};
+  simt::launch(call.stream(), lines, ListInside{found, listed.keys, listed.values});
+  if (in_order) listed = simt::sort_pairs(call.stream(), listed, count, 0, static_cast<int>(std::bit_width(span)));
+  simt::launch(call.stream(), count,
+               UnmixListed{listed, first, mutable_data<uint64_t>(ids), mutable_data<int64_t>(rows)});
   return {ids, rows};
+}
+
+std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
+  const AllSlots all(IdMapView(array_of("used_slots", "slots", slots, kDevice), SlotHash{}));
+  DeviceCall call(slots);
+  return list_inside(call, all, 0, ~uint64_t{0}, false);
 }
 
 // All slots must be on the device of the first.
@@ -61,18 +72,7 @@ std::tuple<Tensor, Tensor> ids_between(std::vector<Tensor> slots, const Tensor& 
   const auto from = static_cast<uint64_t>(first), to = static_cast<uint64_t>(last);
   DeviceCall call(slots.front());
   if (from > to) return {new_device_tensor({0}), new_device_tensor({0})};
-  const int64_t lines = all.count / kLineSlots;
-  const IdsInside found{all, from, to - from, call.allocate_for<int64_t>(lines + 1)};
-  simt::launch(call.stream(), lines + 1, CountInside{found});
-  simt::exclusive_sum(call.stream(), found.places, lines + 1);
-  const int64_t count = call.read(found.places + lines);  // a wait: the result has this length
-  Tensor ids = new_device_tensor({count}), rows = new_device_tensor({count});
-  const simt::Pairs listed{mutable_data<uint64_t>(ids), mutable_data<int64_t>(rows)};
-  simt::launch(call.stream(), lines, ListInside{found, listed.keys, listed.values});
-  const simt::Pairs sorted =
-      simt::sort_pairs(call.stream(), listed, count, 0, static_cast<int>(std::bit_width(found.span)));
-  simt::launch(call.stream(), count, UnmixSorted{sorted, from, listed.keys, listed.values});
-  return {ids, rows};
+  return list_inside(call, all, from, to - from, true);
 }
 
 }  // namespace

@@ -10,26 +10,6 @@
 
 namespace torchrec_dyn {
 
-// Launched with capacity + 1 threads: the sums of the flags then end with the number of ids.
-struct FlagUsed {
-  SlotArray array;
-  int64_t* places;
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const { places[i] = i < array.capacity && !array.slots[i].is_empty(); }
-};
-
-struct ListUsed {
-  SlotArray array;
-  const int64_t* places;  // the sums of the flags
-  int64_t* ids;
-  int64_t* rows;
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const Slot slot = array.slots[i];
-    if (places[i] == places[i + 1]) return;
-    ids[places[i]] = slot.id;
-    rows[places[i]] = slot.row();
-  }
-};
-
 // Writes each id to the place of its row. A damaged map may have two ids of one row: either of them is written.
 struct WriteIdsOfRows {
   SlotArray array;
@@ -123,16 +103,16 @@ struct ListInside {
   }
 };
 
-// Turns sorted keys into ids. `ids` and `rows` may be the memory of the keys and rows.
-struct UnmixSorted {
-  simt::Pairs sorted;
+// Turns listed keys into ids, in their order. `ids` and `rows` may be the memory of the keys and rows.
+struct UnmixListed {
+  simt::Pairs listed;
   uint64_t first;
   uint64_t* ids;
   int64_t* rows;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    ids[i] = unmix64(sorted.keys[i] + first);
-    rows[i] = sorted.values[i];
+    ids[i] = unmix64(listed.keys[i] + first);
+    rows[i] = listed.values[i];
   }
 };
 

@@ -13,14 +13,12 @@ namespace {
 
 constexpr int64_t kGrainBytes = 1 << 18;
 
-TORCHREC_DYN_SIMD uint64_t sum_words(const uint64_t* ids, const char* bytes, int64_t count, int64_t columns,
-                                     uint64_t first_column, uint64_t key) noexcept {
-  return content_sum_of(ids, BitRows<uint32_t>{bytes, columns}, count, columns, first_column, key);
-}
-
-TORCHREC_DYN_SIMD uint64_t sum_halves(const uint64_t* ids, const char* bytes, int64_t count, int64_t columns,
-                                      uint64_t first_column, uint64_t key) noexcept {
-  return content_sum_of(ids, BitRows<uint16_t>{bytes, columns}, count, columns, first_column, key);
+// `bytes`: of `count` of the rows.
+TORCHREC_DYN_SIMD uint64_t sum_rows(const SummedRows& all, const uint64_t* ids, const char* bytes, int64_t count,
+                                    uint64_t key) noexcept {
+  const int64_t columns = all.columns;
+  return all.bytes == 2 ? content_sum_of(ids, BitRows<uint16_t>{bytes, columns}, count, columns, all.first_column, key)
+                        : content_sum_of(ids, BitRows<uint32_t>{bytes, columns}, count, columns, all.first_column, key);
 }
 
 Tensor content_sum(const Tensor& ids, const Tensor& values, int64_t first_column, int64_t key) {
@@ -30,9 +28,7 @@ Tensor content_sum(const Tensor& ids, const Tensor& values, int64_t first_column
   const int64_t row_bytes = summed.bytes * summed.columns;
   std::atomic<uint64_t> total{0};
   for_each_range(summed.rows, kGrainBytes / (row_bytes + 8) + 1, [&](int64_t begin, int64_t end) {
-    const auto sum = summed.bytes == 2 ? sum_halves : sum_words;
-    total += sum(id + begin, begin_of_values + begin * row_bytes, end - begin, summed.columns, summed.first_column,
-                 static_cast<uint64_t>(key));
+    total += sum_rows(summed, id + begin, begin_of_values + begin * row_bytes, end - begin, static_cast<uint64_t>(key));
   });
   Tensor out = new_tensor({}, ScalarType::Long);
   *mutable_data<uint64_t>(out) = total;

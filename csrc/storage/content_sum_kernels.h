@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "division.h"
 #include "simt.h"
 #include "storage/content_sum.h"
 #include "storage/row_units.h"

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "checks.h"
-#include "storage/growing_blocks.h"
+#include "storage/address_range.h"
 
 namespace torchrec_dyn {
 

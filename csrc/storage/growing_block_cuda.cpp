@@ -1,4 +1,6 @@
 // grow_block on a device: growing_block_cpu.cpp for CUDA.
+#include <algorithm>
+
 #include "device_call.h"
 #include "kernel.h"
 #include "storage/growing_block_arguments.h"
@@ -9,15 +11,12 @@
 namespace torchrec_dyn {
 namespace {
 
-#if defined(TORCHREC_DYN_PTX)  // its tensors are on the CPU, and its GPU is number 0
-constexpr ReserveAddresses kReserve = [](int64_t bytes, int32_t) {
-  return reserve_cuda_addresses(bytes, 0, &find_current_stream);
-};
-#elif defined(TORCHREC_DYN_SIMT)
+#if defined(TORCHREC_DYN_SIMT) && !defined(TORCHREC_DYN_PTX)
 constexpr ReserveAddresses kReserve = &reserve_cpu_addresses;
 #else
 constexpr ReserveAddresses kReserve = [](int64_t bytes, int32_t device) {
-  return reserve_cuda_addresses(bytes, device, &find_current_stream);
+  // Tensors of the ptx build are on the CPU, number -1, and its GPU is number 0.
+  return reserve_cuda_addresses(bytes, std::max(device, 0), &find_current_stream);
 };
 #endif
 

@@ -22,7 +22,6 @@
 
 #include <cstdint>
 
-#include "bits.h"
 #include "simd.h"
 #include "slot_hash.h"
 
@@ -81,19 +80,17 @@ struct IdMapView {
 TORCHREC_DYN_BOTH inline const SlotArray& array_of(const SlotArray& array, uint64_t) { return array; }
 TORCHREC_DYN_BOTH inline const SlotArray& array_of(const IdMapView& map, uint64_t hash) { return map.array_of(hash); }
 
-// Prefetches the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit the number of
-// lines on their way. Inlined by force: the compiler takes a function that only prefetches for a function without
-// effect.
-TORCHREC_DYN_INLINE void prefetch_home(const SlotArray& array, uint64_t hash) {
-  __builtin_prefetch(array.slots + array.home(hash), 0, 2);
-}
-
-TORCHREC_DYN_INLINE void prefetch_home(const IdMapView& map, uint64_t hash) { prefetch_home(map.array_of(hash), hash); }
-
 template <typename Map>
 TORCHREC_DYN_INLINE const Slot* home_line(const Map& map, uint64_t hash) {
   const SlotArray& array = array_of(map, hash);
   return array.slots + array.home(hash);
+}
+
+// Prefetches the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit the number of
+// lines on their way. Inlined by force: the compiler takes a function that only prefetches for a function without
+// effect.
+TORCHREC_DYN_INLINE void prefetch_home(const IdMapView& map, uint64_t hash) {
+  __builtin_prefetch(home_line(map, hash), 0, 2);
 }
 
 template <typename Map>

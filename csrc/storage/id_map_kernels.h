@@ -13,7 +13,6 @@
 
 #include <cstdint>
 
-#include "bits.h"
 #include "device_errors.h"
 #include "mix64.h"
 #include "simt.h"

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "bits.h"
 #include "philox.h"
 
 namespace torchrec_dyn {

@@ -13,13 +13,6 @@ namespace torchrec_dyn {
 
 using MarkBlocks = WordBlocks<int32_t>;
 
-// True if every row lies below `capacity`.
-TORCHREC_DYN_INLINE bool all_below(const int64_t* rows, int64_t count, int64_t capacity) {
-  int64_t highest = -1;
-  for (int64_t i = 0; i < count; ++i) highest = rows[i] > highest ? rows[i] : highest;
-  return highest < capacity;
-}
-
 // Writes `version` for the rows, all below the capacity; negative rows are skipped. Several threads may mark the same
 // row, so words are written as atomics, and only if they differ: popular rows then stay in the caches of all cores.
 // `marks` is passed by value: the fields of a reference would be read again for every row.

@@ -7,10 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "checks.h"
-#include "kernel.h"
 #include "parallel.h"
-#include "storage/blocks_arguments.h"
 #include "storage/parts_cpu.h"
 #include "storage/row_marks_arguments.h"
 
@@ -19,34 +16,30 @@ namespace {
 
 constexpr int64_t kGrain = 4096;
 
+// True if every row lies below `capacity`.
 TORCHREC_DYN_SIMD bool are_below(const int64_t* rows, int64_t count, int64_t capacity) noexcept {
-  return all_below(rows, count, capacity);
+  int64_t highest = -1;
+  for (int64_t i = 0; i < count; ++i) highest = rows[i] > highest ? rows[i] : highest;
+  return highest < capacity;
 }
 
-void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> marks, const Tensor& layout,
-                const Tensor& versions) {
-  const char* op = "mark_rows_";
-  const auto tables = read_word_layout(op, rows, table_offsets, marks, layout, "versions", versions);
+void mark_rows_(const MarkRowsCall& call) {
+  BlockList<int32_t> blocks(call.kOp, "marks", call.marks);
+  const std::vector<TableWords<int32_t>> tables = call.read(blocks, DeviceType::CPU);
   const auto count = static_cast<int64_t>(tables.size());
-  const int64_t* row = const_data<int64_t>(rows);
-  const int64_t* offset = const_data<int64_t>(table_offsets);
-  const int64_t* version = const_data<int64_t>(versions);
-  BlockList<int32_t> blocks(op, "marks", marks);
-  std::vector<MarkBlocks> words;
+  const int64_t* row = const_data<int64_t>(call.rows);
+  const int64_t* offset = const_data<int64_t>(call.table_offsets);
   for (int64_t t = 0; t < count; ++t) {
-    check_version(version[t]);
-    words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
-    const int64_t capacity = words.back().capacity;
+    const int64_t capacity = tables[static_cast<size_t>(t)].words.capacity;
     // All rows are checked before the first row is marked: an error changes nothing.
-    check_marked_rows(op, capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), capacity,
-                      t);
+    check_marked_rows(call.kOp, capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity),
+                      capacity, t);
   }
-  SeparateMemory().writes(marks).reads(rows).reads(table_offsets).reads(versions).check(op);
-  for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+  for_each_range(call.rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t t = std::upper_bound(offset, offset + count + 1, begin) - offset - 1; begin < end; ++t) {
       const int64_t stop = std::min(end, offset[t + 1]);
-      const MarkBlocks table = words[static_cast<size_t>(t)];
-      if (table.capacity > 0) mark_rows(table, row + begin, stop - begin, static_cast<int32_t>(version[t]));
+      const TableWords<int32_t>& table = tables[static_cast<size_t>(t)];
+      if (table.words.capacity > 0) mark_rows(table.words, row + begin, stop - begin, static_cast<int32_t>(table.now));
       begin = stop;
     }
   });
@@ -140,7 +133,7 @@ std::tuple<Tensor, Tensor> mark_new_(const Tensor& rows, const Tensor& table_off
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
-  m.impl(TORCHREC_DYN_KERNEL("mark_rows_", &mark_rows_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("mark_rows_", &mark_rows_));
   m.impl(TORCHREC_DYN_KERNEL("mark_new_", &mark_new_));
 }
 

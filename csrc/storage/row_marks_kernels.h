@@ -6,7 +6,6 @@
 #include "device_errors.h"
 #include "simt.h"
 #include "storage/row_marks.h"
-#include "storage/table_words.h"
 
 namespace torchrec_dyn {
 

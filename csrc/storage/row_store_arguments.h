@@ -9,18 +9,12 @@
 
 namespace torchrec_dyn {
 
-// `parameters`: six numbers.
-inline InitialRows initial_rows_of(const char* op, int64_t first_column, int64_t kind, const double* parameters) {
+// `own`: the six parameters of the table.
+inline InitialRows initial_rows_of(const char* op, int64_t first_column, int64_t kind, const double* own) {
   TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), op,
                      ": expected first_column in [0, 2^31), got ", first_column, ".");
   TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2, op, ": expected kind in [0, 2], got ", kind, ".");
-  const InitialRows initial = {static_cast<InitialKind>(kind),
-                               parameters[0],
-                               parameters[1],
-                               parameters[2],
-                               parameters[3],
-                               parameters[4],
-                               parameters[5]};
+  const InitialRows initial = {static_cast<InitialKind>(kind), own[0], own[1], own[2], own[3], own[4], own[5]};
   TORCHREC_DYN_CHECK(initial.kind != InitialKind::kNormal ||
                          (initial.low_probability >= 0.0 && initial.low_probability <= initial.high_probability &&
                           initial.high_probability <= 1.0),

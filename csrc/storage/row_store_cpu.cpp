@@ -1,6 +1,8 @@
-// Single rows on the CPU: initial rows, reads and writes by row. One table in each call.
+// Single rows on the CPU: initial rows, reads and writes by row, and their pages. One table in each call.
 #include <algorithm>
+#include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "kernel.h"
 #include "output_memory.h"
@@ -8,7 +10,14 @@
 #include "storage/initial_writes_cpu.h"
 #include "storage/row_access_cpu.h"
 #include "storage/row_store_arguments.h"
-#include "storage/streamed_rows_cpu.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 namespace torchrec_dyn {
 namespace {
@@ -16,6 +25,42 @@ namespace {
 constexpr int64_t kGrain = 512;
 constexpr int64_t kMostCached = 8 << 20;  // larger outputs are written past the caches
 constexpr int64_t kBurst = 32;            // rows prefetched together, before their values are computed
+constexpr int64_t kLineBytes = 64;
+
+// Writes rows of whole cache lines past the caches, and other rows as usual. An ordinary write reads the line first; a
+// streamed one does not, which takes half of the time where rows are not in the caches (a prefetch does not help:
+// benchmarks/DEAD_ENDS.md). The memory is seen by other threads after this object's end.
+class RowStream {
+ public:
+  // `bytes`: of all rows. Few rows may be read again before they leave the caches.
+  explicit RowStream(int64_t bytes) : is_large_(bytes >= kLeastBytes) {}
+  RowStream(const RowStream&) = delete;
+  RowStream& operator=(const RowStream&) = delete;
+  ~RowStream() {
+#if defined(__SSE2__)
+    if (is_large_) _mm_sfence();
+#endif
+  }
+
+  template <typename T>
+  void write(const T* from, int64_t columns, T* to) const {
+#if defined(__SSE2__)
+    const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
+    if (is_large_ && bytes % kLineBytes == 0 && reinterpret_cast<uintptr_t>(to) % kLineBytes == 0) {
+      const auto* unit = reinterpret_cast<const __m128i*>(from);
+      auto* out = reinterpret_cast<__m128i*>(to);
+      for (const auto* end = unit + bytes / static_cast<int64_t>(sizeof(__m128i)); unit < end; ++unit, ++out)
+        _mm_stream_si128(out, _mm_loadu_si128(unit));
+      return;
+    }
+#endif
+    std::copy(from, from + columns, to);
+  }
+
+ private:
+  static constexpr int64_t kLeastBytes = 1 << 19;
+  bool is_large_;
+};
 
 TORCHREC_DYN_SIMD bool are_between(const int64_t* rows, int64_t count, int64_t lowest, int64_t end) noexcept {
   int64_t outside = 0;  // a sum, not a branch: the compiler makes vectors of it
@@ -81,7 +126,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   check_scattered_size(rows, values, shift, columns);
   dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
-    check_tensor("scatter_rows_", "values", values, scalar_type_of<T>());
+    check_tensor("scatter_rows_", "values", values, kDtypeOf<T>);
     BlockList<T> list("scatter_rows_", "blocks", blocks);
     const RowBlocks<T> table = list.rows(layout_of_one("scatter_rows_", blocks, shift, columns), columns);
     check_rows("scatter_rows_", rows, 0, table.capacity);
@@ -94,12 +139,58 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   });
 }
 
+// Advice only: memory that is not mapped from a file stays as it is.
+void ask_for_pages([[maybe_unused]] uint64_t first, [[maybe_unused]] uint64_t end, [[maybe_unused]] uint64_t bytes) {
+#if defined(__linux__)
+  madvise(reinterpret_cast<void*>(first * bytes), (end - first) * bytes, MADV_WILLNEED);
+#endif
+}
+
+uint64_t page_bytes() {
+#if defined(__linux__)
+  return static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+#else
+  return 4096;
+#endif
+}
+
+// Asks the system to read the pages of rows that are mapped from files: it reads many at once, and a touch of a page
+// that is not in memory would wait for that page alone (docs/decisions/0043).
+void ask_for_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns) {
+  constexpr const char* op = "ask_for_rows";
+  std::vector<uint64_t> pages;
+  const uint64_t bytes = page_bytes();
+  dispatch_row_type(op, blocks, [&](auto zero) {
+    using T = decltype(zero);
+    BlockList<T> list(op, "blocks", blocks);
+    const RowBlocks<T> table = list.rows(layout_of_one(op, blocks, shift, columns), columns);
+    check_rows(op, rows, -1, table.capacity);
+    const int64_t* row = const_data<int64_t>(rows);
+    pages.reserve(static_cast<size_t>(rows.numel()));
+    for (int64_t i = 0; i < rows.numel(); ++i) {
+      if (row[i] < 0) continue;
+      const auto begin = reinterpret_cast<uint64_t>(table.row(row[i]));
+      const uint64_t last = begin + static_cast<uint64_t>(columns) * sizeof(T) - 1;
+      for (uint64_t page = begin / bytes; page <= last / bytes; ++page) pages.push_back(page);
+    }
+  });
+  std::sort(pages.begin(), pages.end());
+  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  for (size_t i = 0; i < pages.size();) {
+    size_t next = i + 1;
+    while (next < pages.size() && pages[next] == pages[next - 1] + 1) ++next;
+    ask_for_pages(pages[i], pages[next - 1] + 1, bytes);
+    i = next;
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("init_rows_", &init_rows_));
   m.impl(TORCHREC_DYN_KERNEL("gather_rows", &gather_rows));
   m.impl(TORCHREC_DYN_KERNEL("scatter_rows_", &scatter_rows_));
+  m.impl(TORCHREC_DYN_KERNEL("ask_for_rows", &ask_for_rows));
 }
 
 }  // namespace torchrec_dyn

@@ -33,22 +33,19 @@ GivenRows find_row_outside(const char* op, DeviceCall& call, const Tensor& rows,
   return given;
 }
 
-// Calls body(Unit{}) with the largest unit in which rows are copied from and to these addresses.
+// Calls body(table) with the rows as the largest units in which they are copied from and to these addresses.
 template <typename T, typename Body>
-void dispatch_unit(const DeviceRows<T>& rows, const void* memory, const Body& body) {
-  const auto row_bytes = static_cast<uintptr_t>(rows.table.columns) * sizeof(T);
+void dispatch_units(const DeviceRows<T>& rows, const void* memory, const Body& body) {
+  const RowBlocks<T>& table = rows.table;
+  const auto row_bytes = static_cast<uintptr_t>(table.columns) * sizeof(T);
   const uintptr_t bits = rows.address_bits | reinterpret_cast<uintptr_t>(memory) | row_bytes;
-  if (bits % 16 == 0) return body(Unit16{});
-  if (bits % 4 == 0) return body(uint32_t{});
-  return body(uint16_t{});
-}
-
-// The rows of a table as units.
-template <typename Unit, typename T>
-RowBlocks<Unit> in_units(const RowBlocks<T>& table) {
-  const auto row_bytes = table.columns * static_cast<int64_t>(sizeof(T));
-  return {reinterpret_cast<Unit* const*>(table.blocks), table.shift, row_bytes / static_cast<int64_t>(sizeof(Unit)),
-          table.capacity};
+  const auto with = [&]<typename Unit>(Unit) {
+    body(RowBlocks<Unit>{reinterpret_cast<Unit* const*>(table.blocks), table.shift,
+                         static_cast<int64_t>(row_bytes / sizeof(Unit)), table.capacity});
+  };
+  if (bits % 16 == 0) return with(Unit16{});
+  if (bits % 4 == 0) return with(uint32_t{});
+  return with(uint16_t{});
 }
 
 void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns,
@@ -84,9 +81,7 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
     const DeviceRows<T> device_rows("gather_rows", call, blocks, shift, columns);
     const GivenRows given = find_row_outside("gather_rows", call, rows, -1, device_rows.table.capacity);
     out = new_device_tensor({rows.numel(), columns}, dtype);
-    dispatch_unit(device_rows, out->const_data_ptr(), [&](auto unit) {
-      using Unit = decltype(unit);
-      const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
+    dispatch_units(device_rows, out->const_data_ptr(), [&]<typename Unit>(const RowBlocks<Unit>& table) {
       simt::launch(call.stream(), rows.numel() * table.columns,
                    GatherRows<Unit>{given, table, Division(table.columns), mutable_data<Unit>(*out)});
     });
@@ -100,7 +95,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   check_scattered_size(rows, values, shift, columns);
   dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
-    check_tensor("scatter_rows_", "values", values, scalar_type_of<T>(), kDevice);
+    check_tensor("scatter_rows_", "values", values, kDtypeOf<T>, kDevice);
     DeviceCall call(values);
     const DeviceRows<T> device_rows("scatter_rows_", call, blocks, shift, columns);
     check_tensor("scatter_rows_", "rows", rows, ScalarType::Long, values.device());
@@ -111,9 +106,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     auto* last = call.zeros<int64_t>(size);
     auto* places = call.allocate_for<int64_t>(n);
     simt::launch(call.stream(), n, FindLastPositions{process_hash(), const_data<int64_t>(rows), last, size, places});
-    dispatch_unit(device_rows, values.const_data_ptr(), [&](auto unit) {
-      using Unit = decltype(unit);
-      const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
+    dispatch_units(device_rows, values.const_data_ptr(), [&]<typename Unit>(const RowBlocks<Unit>& table) {
       simt::launch(call.stream(), n * table.columns,
                    ScatterRows<Unit>{given, last, places, const_data<Unit>(values), table, Division(table.columns)});
     });

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "device_errors.h"
-#include "division.h"
 #include "simt.h"
 #include "slot_hash.h"
 #include "storage/blocks.h"
@@ -42,23 +41,7 @@ struct FindRowOutside {
 };
 
 // One thread for the columns of a row that share a block of Philox: four, less at the ends of a column shard.
-constexpr int64_t kThreadColumns = 4;
-
-// The four numbers of a thread as memory, the first number in the low bits. Written in words, since nvcc makes four
-// stores of a struct of floats.
-TORCHREC_DYN_BOTH inline Unit16 packed(const float (&numbers)[kThreadColumns]) {
-  Unit16 unit;
-  for (int w = 0; w < 2; ++w)
-    unit.words[w] = bits_of_float(numbers[2 * w]) | static_cast<uint64_t>(bits_of_float(numbers[2 * w + 1])) << 32;
-  return unit;
-}
-
-template <typename T>
-TORCHREC_DYN_BOTH inline uint64_t packed(const T (&numbers)[kThreadColumns]) {
-  uint64_t word = 0;
-  for (int c = 0; c < kThreadColumns; ++c) word |= static_cast<uint64_t>(numbers[c].bits) << (16 * c);
-  return word;
-}
+constexpr int64_t kThreadColumns = kUnitColumns;
 
 template <typename T>
 struct InitRows {
@@ -82,10 +65,7 @@ struct InitRows {
     for (int c = 0; c < kThreadColumns; ++c) store_nearest(initial_number(initial, random.words[c]), &numbers[c]);
     T* row = table.row(given.rows[parts.quotient]);
     const int64_t begin = block * kThreadColumns - first_column;  // may be less than 0
-    if (is_whole) {
-      *reinterpret_cast<decltype(packed(numbers))*>(row + begin) = packed(numbers);
-      return;
-    }
+    if (is_whole) return store_unit_of(numbers, row + begin);
     for (int c = 0; c < kThreadColumns; ++c)
       if (begin + c >= 0 && begin + c < table.columns) row[begin + c] = numbers[c];
   }

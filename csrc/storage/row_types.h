@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "both_devices.h"
 
@@ -19,17 +18,9 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-TORCHREC_DYN_BOTH inline float float_of_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
+TORCHREC_DYN_BOTH inline float float_of_bits(uint32_t bits) { return same_bits<float>(bits); }
 
-TORCHREC_DYN_BOTH inline uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
+TORCHREC_DYN_BOTH inline uint32_t bits_of_float(float value) { return same_bits<uint32_t>(value); }
 
 // a < b ? one : other, for bits; requires a >= 0 and b >= 0. Uses a mask: with a condition, compilers move the
 // arithmetic of an operand into a branch, and do not vectorise it there, since it might trap.

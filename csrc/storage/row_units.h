@@ -1,10 +1,12 @@
-// Neighbouring columns of a row as one piece of memory: GPUs read and write 16 bytes at once.
+// Neighbouring columns of a row as one piece of memory: GPUs read and write 16 bytes at once. And the row and the unit
+// of a thread, by a fast division.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "both_devices.h"
+#include "simd.h"
 #include "storage/row_types.h"
 
 namespace torchrec_dyn {
@@ -17,27 +19,13 @@ struct alignas(kMostUnitBytes) Unit16 {
 };
 
 template <int kBytes>
-struct UnitOf;
-template <>
-struct UnitOf<2> {
-  using Type = uint16_t;
-};
-template <>
-struct UnitOf<4> {
-  using Type = uint32_t;
-};
-template <>
-struct UnitOf<8> {
-  using Type = uint64_t;
-};
-template <>
-struct UnitOf<16> {
-  using Type = Unit16;
-};
+using UnitOf =
+    std::conditional_t<kBytes == 16, Unit16,
+                       std::conditional_t<kBytes == 8, uint64_t, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
 
 // kColumns columns of a row as they are in memory. Requires an address that is a multiple of their size.
 template <typename T, int kColumns>
-using ColumnUnit = typename UnitOf<kColumns* static_cast<int>(sizeof(T))>::Type;
+using ColumnUnit = UnitOf<kColumns* static_cast<int>(sizeof(T))>;
 
 template <typename T, int kColumns>
 TORCHREC_DYN_BOTH inline ColumnUnit<T, kColumns> load_unit(const T* from) {
@@ -77,6 +65,17 @@ TORCHREC_DYN_BOTH inline void store_unit(const Unit16& unit, void* to) {
 #endif
 }
 
+constexpr int kUnitColumns = 4;
+
+// Writes kUnitColumns numbers. Requires an address that is a multiple of their size.
+template <typename T>
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void store_unit_of(const T* numbers, T* to) {
+  if constexpr (sizeof(T) == sizeof(float))
+    store_unit(Unit16{{word_of(numbers, 2), word_of(numbers + 2, 2)}}, to);
+  else
+    *reinterpret_cast<uint64_t*>(to) = word_of(numbers, kUnitColumns);
+}
+
 // Rounds kColumns numbers to nearest. `is_whole`: `to` is a multiple of their size, or of 16 bytes.
 template <typename T, int kColumns>
 TORCHREC_DYN_BOTH inline void store_columns(const float (&from)[kColumns], bool is_whole, T* to) {
@@ -111,5 +110,29 @@ TORCHREC_DYN_BOTH inline void load_columns(const T* from, bool is_whole, float (
     for (int k = 0; k < kOnce; ++k) to[c + k] = numbers[k];
   }
 }
+
+// Division by a number that is known before a kernel is launched, of the number of its thread: GPUs have no instruction
+// that divides 64-bit integers, and take about a hundred for it.
+struct Division {
+  int64_t divisor;
+  uint64_t factor;  // 2^64 / divisor, rounded down
+
+  struct Parts {
+    int64_t quotient;
+    int64_t remainder;
+  };
+
+  // Requires divisor > 0.
+  explicit Division(int64_t by) : divisor(by), factor(~uint64_t{0} / static_cast<uint64_t>(by)) {}
+
+  // Requires number >= 0. `factor` is less than 2 below the fraction, so for numbers below 2^63 the first quotient is
+  // right or 1 too small.
+  TORCHREC_DYN_BOTH Parts split(int64_t number) const {
+    const auto wide = static_cast<unsigned __int128>(static_cast<uint64_t>(number)) * factor;
+    const auto quotient = static_cast<int64_t>(static_cast<uint64_t>(wide >> 64));
+    const int64_t remainder = number - quotient * divisor;
+    return remainder < divisor ? Parts{quotient, remainder} : Parts{quotient + 1, remainder - divisor};
+  }
+};
 
 }  // namespace torchrec_dyn

@@ -8,50 +8,20 @@
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(FlagUsed);
-TORCHREC_DYN_LAUNCH(ListUsed);
-TORCHREC_DYN_LAUNCH(WriteIdsOfRows);
-TORCHREC_DYN_LAUNCH(CountCells);
-TORCHREC_DYN_LAUNCH(CountInside);
-TORCHREC_DYN_LAUNCH(ListInside);
-TORCHREC_DYN_LAUNCH(UnmixSorted);
+TORCHREC_DYN_LAUNCH(WriteIdsOfRows, CountCells, CountInside, ListInside, UnmixListed);
 
-TORCHREC_DYN_LAUNCH(ClaimWords);
-TORCHREC_DYN_LAUNCH(CountFirsts);
-TORCHREC_DYN_LAUNCH(ReadOffsets);
-TORCHREC_DYN_LAUNCH(ListNew);
+TORCHREC_DYN_LAUNCH(ClaimWords, CountFirsts, ReadOffsets, ListNew);
 
-TORCHREC_DYN_LAUNCH(SumUnits<Unit16, uint32_t>);
-TORCHREC_DYN_LAUNCH(SumUnits<uint32_t, uint32_t>);
-TORCHREC_DYN_LAUNCH(SumUnits<Unit16, uint16_t>);
-TORCHREC_DYN_LAUNCH(SumUnits<uint32_t, uint16_t>);
-TORCHREC_DYN_LAUNCH(SumUnits<uint16_t, uint16_t>);
-TORCHREC_DYN_LAUNCH(AddPartialSums);
+TORCHREC_DYN_LAUNCH(SumUnits<Unit16, uint32_t>, SumUnits<uint32_t, uint32_t>, SumUnits<Unit16, uint16_t>,
+                    SumUnits<uint32_t, uint16_t>, SumUnits<uint16_t, uint16_t>, AddPartialSums);
 
-TORCHREC_DYN_LAUNCH(MixIds);
-TORCHREC_DYN_LAUNCH(FindRows);
-TORCHREC_DYN_LAUNCH(CheckRows);
-TORCHREC_DYN_LAUNCH(InsertIds);
-TORCHREC_DYN_LAUNCH(CopySlots);
-TORCHREC_DYN_LAUNCH(FindLeaving);
-TORCHREC_DYN_LAUNCH(MarkLeaving);
-TORCHREC_DYN_LAUNCH(FirstOfRun);
-TORCHREC_DYN_LAUNCH(CloseGaps);
-TORCHREC_DYN_LAUNCH(SumProbeLengths);
+TORCHREC_DYN_LAUNCH(MixIds, FindRows, CheckRows, InsertIds, CopySlots, FindLeaving, MarkLeaving, FirstOfRun, CloseGaps,
+                    SumProbeLengths);
 
-TORCHREC_DYN_LAUNCH(CheckMarkedRows);
-TORCHREC_DYN_LAUNCH(MarkRows);
+TORCHREC_DYN_LAUNCH(CheckMarkedRows, MarkRows);
 
-TORCHREC_DYN_LAUNCH(FindRowOutside);
-TORCHREC_DYN_LAUNCH(InitRows<float>);
-TORCHREC_DYN_LAUNCH(InitRows<Float16>);
-TORCHREC_DYN_LAUNCH(InitRows<BFloat16>);
-TORCHREC_DYN_LAUNCH(GatherRows<Unit16>);
-TORCHREC_DYN_LAUNCH(GatherRows<uint32_t>);
-TORCHREC_DYN_LAUNCH(GatherRows<uint16_t>);
-TORCHREC_DYN_LAUNCH(FindLastPositions);
-TORCHREC_DYN_LAUNCH(ScatterRows<Unit16>);
-TORCHREC_DYN_LAUNCH(ScatterRows<uint32_t>);
-TORCHREC_DYN_LAUNCH(ScatterRows<uint16_t>);
+TORCHREC_DYN_LAUNCH(FindRowOutside, InitRows<float>, InitRows<Float16>, InitRows<BFloat16>, GatherRows<Unit16>,
+                    GatherRows<uint32_t>, GatherRows<uint16_t>, FindLastPositions, ScatterRows<Unit16>,
+                    ScatterRows<uint32_t>, ScatterRows<uint16_t>);
 
 }  // namespace torchrec_dyn

@@ -90,6 +90,6 @@ int main() {
   mix_ids();
   meet_at_words();
   sort_by_some_bits<simt::Pairs, uint64_t, int64_t>();
-  sort_by_some_bits<simt::ShortPairs, uint32_t, uint32_t>();
+  sort_by_some_bits<simt::PairsOf<uint32_t, uint32_t>, uint32_t, uint32_t>();
   std::puts("kernels: ok");
 }

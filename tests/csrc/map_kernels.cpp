@@ -60,7 +60,7 @@ void erase(const SlotArray& array, const Words& ids, Words& rows) {
   Words slots(ids.size());
   const TableMap map{IdMapView(array, kHash), 0};
   const LeavingIds leaving{ids.data(), size_of(ids), {&map, 1}, slots.data()};
-  simt::launch(kStream, size_of(ids), FindLeaving{leaving, rows.data()});
+  simt::launch(kStream, size_of(ids), FindLeaving{leaving, rows.data(), nullptr});
   simt::launch(kStream, size_of(ids), MarkLeaving{leaving});
   simt::launch(kStream, size_of(ids), FirstOfRun{leaving, rows.data()});
   simt::launch(kStream, size_of(ids), CloseGaps{leaving});
@@ -80,11 +80,11 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
     check(rows[i] == (known == rows_of.end() ? kNoRow : known->second), "the map finds what the oracle finds");
   }
   check(absent[0] == std::count(rows.begin(), rows.end(), kNoRow), "absent ids are counted");
-  Words places(static_cast<size_t>(array.capacity) + 1), used(rows_of.size()), used_rows(rows_of.size());
-  simt::launch(kStream, size_of(places), FlagUsed{array, places.data()});
+  Words places(static_cast<size_t>(array.capacity / kLineSlots) + 1);
+  const IdsInside found{AllSlots(IdMapView(array, kHash)), 0, ~uint64_t{0}, places.data()};
+  simt::launch(kStream, size_of(places), CountInside{found});
   simt::exclusive_sum(kStream, places.data(), size_of(places));
   check(places.back() == static_cast<int64_t>(rows_of.size()), "the map holds what the oracle holds");
-  simt::launch(kStream, array.capacity, ListUsed{array, places.data(), used.data(), used_rows.data()});
   int64_t rows_end = 0;
   for (const auto& [id, row] : rows_of) rows_end = std::max(rows_end, row + 1);
   Words by_row(static_cast<size_t>(rows_end));
@@ -92,7 +92,7 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
   simt::launch(kStream, array.capacity, WriteIdsOfRows{array, 0, rows_end, by_row.data(), has_id.data()});
   for (const auto& [id, row] : rows_of)
     check(has_id[static_cast<size_t>(row)] == 1 && by_row[static_cast<size_t>(row)] == id, "each row has its id");
-  check(std::ranges::count(has_id, 1) == size_of(used), "no other row has an id");
+  check(std::ranges::count(has_id, 1) == places.back(), "no other row has an id");
   Words lengths(3);
   simt::launch(kStream, kProbeThreads, SumProbeLengths{array, kHash, 1, lengths.data()});
   check(lengths[0] == places.back() && lengths[2] <= array.capacity, "probe lengths are those of the ids");

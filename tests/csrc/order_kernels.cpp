@@ -51,8 +51,9 @@ void list_and_count() {
   std::vector<uint64_t> keys(3501);
   Words rows(keys.size());
   simt::launch(kStream, found.lines(), ListInside{found, keys.data(), rows.data()});
-  const simt::Pairs sorted = simt::sort_pairs(kStream, {keys.data(), rows.data()}, size_of(rows));
-  simt::launch(kStream, size_of(rows), UnmixSorted{sorted, first, keys.data(), rows.data()});
+  const simt::Pairs listed{keys.data(), rows.data()};
+  const simt::Pairs sorted = simt::sort_pairs(kStream, listed, size_of(rows));
+  simt::launch(kStream, size_of(rows), UnmixListed{sorted, first, keys.data(), rows.data()});
   for (size_t i = 0; i < keys.size(); ++i)
     check(mix64(keys[i]) == held[500 + i] && rows[i] >= 0, "ids are in canonical order");
 }

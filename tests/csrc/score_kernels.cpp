@@ -83,42 +83,6 @@ void touch_rows(bool has_times, uint64_t before) {
   check(reported({-3}), "the first invalid number of times is reported");
 }
 
-void write_rows() {
-  Memory<uint64_t> scores(~uint64_t{0});  // not a score: every word is a mark at first
-  std::vector<int64_t> rows = popular_rows(), seen, counts;
-  for (int64_t& row : rows) row = std::max<int64_t>(row, 0);
-  for (int64_t i = 0; i < kBatch; ++i) {
-    seen.push_back(i % 7 - 1);
-    counts.push_back(i + 1);
-  }
-  int64_t first_bad = 0;
-  const WrittenScores written{rows.data(), seen.data(), counts.data(), kBatch, scores.words(), &first_bad, kReport};
-  simt::launch(kStream, kBatch, CheckWrittenScores{written});
-  simt::launch(kStream, kBatch, FreeScores{written});
-  simt::launch(kStream, kBatch, ClaimScores{written});
-  simt::launch(kStream, kBatch, WriteScores{written});
-  check(first_bad == 0, "every score is valid");
-  std::unordered_map<int64_t, size_t> last;
-  for (size_t i = 0; i < rows.size(); ++i) last[rows[i]] = i;
-  for (const auto& [row, i] : last)
-    check(*scores.words().word(row) == score_of(seen[i], counts[i]), "of equal rows the last score stays");
-  std::vector<int64_t> read_seen(kBatch), read_counts(kBatch);
-  const ReadScores read{rows.data(), scores.words(), read_seen.data(), read_counts.data(), kReport};
-  simt::launch(kStream, kBatch, read);
-  check(error[0] == 0, "nothing is wrong");
-  for (size_t i = 0; i < rows.size(); ++i)
-    check(read_seen[i] == seen[last[rows[i]]] && read_counts[i] == (read_seen[i] < 0 ? 0 : counts[last[rows[i]]]),
-          "scores are read as they were written");
-  seen[4000] = -2, counts[3000] = int64_t{1} << 32, rows[5000] = kRows;
-  simt::launch(kStream, kBatch, CheckWrittenScores{written});
-  simt::launch(kStream, kBatch, FreeScores{written});
-  check(first_bad == 3000 - kBatch && reported({kRows, rows[3000], seen[3000], counts[3000]}),
-        "the first invalid score is reported");
-  std::ranges::fill(rows, -2);
-  simt::launch(kStream, kBatch, read);
-  check(reported({kRows}), "of threads that report at the same time one does");
-}
-
 using Pair = std::pair<uint64_t, int64_t>;  // mixed id, row
 
 // As lookup/lowest_rows_cuda.cpp, for ids in slots in the order of their rows.
@@ -268,9 +232,16 @@ void write_table_scores() {
   check(bad == 0 && error[0] == 0, "every row is valid");
   std::vector<int64_t> gone(kRows);  // distinct, as callers remove them
   for (size_t row = 0; row < gone.size(); ++row) gone[row] = static_cast<int64_t>(row);
-  simt::launch(kStream, kRows, ForgetScores{{gone.data(), {tables.data(), 1}, kReport}});
+  simt::launch(kStream, kRows, ForgetScores{{gone.data(), {tables.data(), 1}, kReport}, &bad});
   simt::launch(kStream, kBatch, read);
   check(error[0] == 0 && std::ranges::count(read_seen, -1) == kBatch, "removed rows have no scores");
+  counts[3000] = int64_t{1} << 32;
+  rows[3000] = 5;
+  simt::launch(kStream, kBatch, CheckWrittenRows{written});
+  simt::launch(kStream, kBatch, WriteTableScores{written});
+  check(bad == -1 && reported({5, kRows}), "a score that is wrong is reported");
+  simt::launch(kStream, kBatch, read);
+  check(std::ranges::count(read_seen, -1) == kBatch, "no score is written then");
 }
 
 // Two tables of the same rows, the second without marks.
@@ -307,7 +278,6 @@ int main() {
   touch_rows(false, kMostCount - 2);
   touch_rows(true, 0);
   touch_rows(true, kMostCount - 100000);
-  write_rows();
   evict_rows();
   order_rows();
   choose_rows();

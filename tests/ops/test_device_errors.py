@@ -7,7 +7,7 @@ from mock_device import CUDA, MockDevice
 from op_samples import SAMPLES, update, whole
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import CanonicalRows, MapList
+from torchrec_dyn.storage import CanonicalRows
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.table.insertion import find_rows
 
@@ -93,9 +93,8 @@ class Lookup:
         self.id_map.insert(device.of(whole(5, 6)), device.of(whole(0, 1)))
 
     def __call__(self):
-        """Returns the numbers of absent ids of two tables: 1 and 2."""
-        ids, offsets = self._device.of(whole(5, 7, 8, 9)), torch.tensor([0, 2, 4])
-        return find_rows(MapList([self.id_map, self.id_map]), ids, offsets)[1]
+        """Returns the rows of ids: one has a row."""
+        return find_rows(self.id_map, self._device.of(whole(5, 7, 8, 9))).memory
 
 
 @pytest.mark.parametrize(("op", "change"), WRONG, ids=[op for op, _ in WRONG])
@@ -110,10 +109,10 @@ def test_the_next_lookup_raises_the_cpus_error(device, op, change):
     assert text.startswith(text_of_cpu(op, change) + " An earlier call on this GPU has found this")
     assert "TORCHREC_DYN_SYNC_ERRORS=1" in text
     device.forget()
-    assert lookup().tolist() == [1, 2], "an error is raised once"
+    assert lookup().tolist() == [0, -1, -1, -1], "an error is raised once"
     if device.is_mock:
         reads = [note.op for note in device.reads]
-        assert reads == ["_to_copy"], "the one wait of a step of known ids"
+        assert reads == ["_local_scalar_dense"], "the one wait of an edit"
 
 
 def test_the_first_of_two_errors_is_raised(device):
@@ -163,7 +162,7 @@ def test_counts_are_right_where_another_thread_has_raised_the_error(device, monk
     lookup = Lookup(device)
     call(device, *WRONG[0])
     monkeypatch.setattr(ops, "raise_errors", lambda like: None)
-    assert lookup().tolist() == [1, 2]
+    assert lookup().tolist() == [0, -1, -1, -1]
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="got -5"):
         lookup()

@@ -1,4 +1,4 @@
-"""Device code calls nothing that only the host has: nvcc may drop such a call in silence (csrc/bits.h)."""
+"""Device code calls nothing that only the host has: nvcc may drop such a call (csrc/both_devices.h)."""
 
 import ast
 import re

@@ -72,6 +72,7 @@ REFUSED_POOLED: dict[str, tuple[dict[str, Any], str]] = {
 # What a batch may say besides: it is read from its lengths alone. Later batches get the keys of the first.
 TAKEN: dict[str, dict[str, Any]] = {
     "sums of lengths": {"length_per_key": [1, 3], "offset_per_key": [0, 1, 4]},
+    "another number of bags": {"stride": 9, "stride_per_key": [2, 2]},
     "places of lengths": {"lengths_offset_per_key": [0, 1, 4]},
     "offsets as well": {"offsets": torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32)},
     "offsets alone": {"lengths": None, "offsets": torch.tensor([0, 1, 2, 3, 4])},

@@ -12,7 +12,7 @@
 #include "device_errors.h"
 #include "../csrc/ptx/driver.h"
 #include "../csrc/ptx/emulator.h"
-#include "storage/growing_blocks.h"
+#include "storage/address_range.h"
 
 namespace {
 

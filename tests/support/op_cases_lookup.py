@@ -312,7 +312,8 @@ def draw_find(rng: random.Random) -> tuple[Arguments, Arguments, Tensor]:
         "first_features": whole(0, *itertools.accumulate(features)),
         "segments": None if is_sequence else torch.tensor(segments, dtype=I64).view(-1, 5),
         "mean": rng.random() < 0.5,
-        "elements": place * batch_sizes[0] if is_beside else place,
+        "output_rows": batch_sizes[0] if is_beside and place else place,
+        "columns": place if is_beside else 0,
         "dtype": rng.choice(FLOATS),
     }
     return {**maps, "weights": weights, "layout": torch.tensor(layout)}, batch, whole(*offsets)

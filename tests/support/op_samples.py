@@ -136,7 +136,8 @@ def find_sample(**changed):
     own = {
         "ids": whole(7, 8, 5, 5, 9), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
         "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "mean": False, "pools": 2,
-        "collects": 2, "segments": pooled()["segments"], "elements": 10, "dtype": torch.float32,
+        "collects": 2, "segments": pooled()["segments"], "output_rows": 2, "columns": 5,
+        "dtype": torch.float32,
     }  # fmt: skip
     return prepared({**tables_in(update(0) | two_maps()), **own, **changed})
 

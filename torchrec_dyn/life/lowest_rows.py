@@ -125,15 +125,22 @@ def lowest_rows(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Cho
     returned only if no others were last seen before.
     """
     listed = [one for one in searches if one.lists]
-    chosen = [_fronts(listed, handle)]
-    short = [one for one in listed if one.table not in chosen[0].sizes]
-    if short:
-        list_rows([_listing(one) for one in short], like, handle)
-        chosen.append(_fronts(short, handle))
-    others = [one for one in searches if not any(one.table in part.sizes for part in chosen)]
+    chosen = _listed(listed, like, handle) if listed else []
+    found = {t for part in chosen for t in part.sizes}
+    others = [one for one in searches if one.table not in found]
     if others:
         chosen.append(_searched(others, like, handle))
     return _joined([part for part in chosen if part.sizes], like)
+
+
+def _listed(searches: Sequence[Search], like: Tensor, handle: Tensor) -> list[Chosen]:
+    """Returns the lowest rows of the tables whose lists are long enough; short lists are made anew."""
+    chosen = _fronts(searches, handle)
+    short = [one for one in searches if one.table not in chosen.sizes]
+    if not short:
+        return [chosen]
+    list_rows([_listing(one) for one in short], like, handle)
+    return [chosen, _fronts(short, handle)]
 
 
 def _listing(one: Search) -> Listing:

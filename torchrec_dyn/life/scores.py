@@ -15,8 +15,8 @@ from torchrec_dyn.storage import (
     BLOCKS,
     SLOTS,
     IdMap,
-    MapList,
     RowStore,
+    arrays_of,
     blocks_of,
     host_numbers,
 )
@@ -33,7 +33,7 @@ class ScoredMaps:
     """The maps and scores of T tables as ops take them, prepared again when slots or blocks have changed."""
 
     def __init__(self, maps: Sequence[IdMap], scores: Sequence[Scores | None]) -> None:
-        self._maps = MapList(maps)
+        self._maps = maps
         self._stores = [_NO_SCORES if own is None else own.store for own in scores]
         self._tokens: tuple[object, object] = (None, None)
         self._handle: Tensor
@@ -44,7 +44,7 @@ class ScoredMaps:
         if self._tokens[0] is not tokens[0] or self._tokens[1] is not tokens[1]:
             scores, no_rows = blocks_of(self._stores), [(0, 0, 0, 1)] * len(self._stores)
             self._handle = ops.prepare_tables(
-                *self._maps.arrays(), [], [], host_numbers(no_rows), 0, [], [], None, None, [],
+                *arrays_of(self._maps), [], [], host_numbers(no_rows), 0, [], [], None, None, [],
                 scores.blocks, scores.layout,
             )  # fmt: skip
             self._tokens = tokens

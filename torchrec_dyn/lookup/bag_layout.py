@@ -45,14 +45,13 @@ def contiguous_input(tables: Sequence[TableShard], batch: Batch) -> None:
         if (numbers.dtype, numbers.dim()) not in _INTEGERS:
             raise _misfit(tables, f"{name} {size} of int64 or int32, got {_kind(numbers)}.")
         setattr(batch, name, numbers.contiguous())
-    device = tables[0].weights.device
-    on_cpu = device.type == "cpu"
+    rows = tables[0].weights
     for tensor in (ids, batch.lengths, batch.offsets, weights):
-        if tensor is not None and tensor.is_cpu != on_cpu:
+        if tensor is not None and tensor.is_cpu != rows.is_cpu:
             raise _misfit(
                 tables,
-                f"ids, offsets and weights on {device}, where the rows are, got a tensor on {tensor.device}. "
-                "Move the batch, or the collection, with .to(...).",
+                f"ids, offsets and weights on {rows.device}, where the rows are, got a tensor on "
+                f"{tensor.device}. Move the batch, or the collection, with .to(...).",
             )
     batch.ids = ids.contiguous()
 
@@ -103,6 +102,11 @@ class Bags(NamedTuple):
     segments: Tensor
     elements: int
     shape: tuple[int, ...]
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, int]:
+        """Segments, and rows and columns of the output for `ops.find_and_pool`."""
+        return self.segments, self.shape[0], self.shape[1] if len(self.shape) > 1 else 0
 
 
 class BagLayout:

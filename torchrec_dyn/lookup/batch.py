@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torchrec_dyn.lookup.feature_uses import Uses
 from torchrec_dyn.lookup.gradient_reduction import Senders
 from torchrec_dyn.lookup.table_lists import TableLists, of_ids
 from torchrec_dyn.storage import OpenForward, keep_in_use
-from torchrec_dyn.table import NewIds
+from torchrec_dyn.table import NewIds, Numbers
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -45,8 +46,7 @@ class Batch:
         uses: of the ids, as soon as they are known; None if each does all, and in evaluation.
         first_bags: [F + 1] int64 on the CPU, the first bag of each feature, and the number of bags; as soon
             as the layout is known.
-        begins: [F + 1] int64 on the CPU, where the ids of each feature begin, as soon as they are found.
-        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin; as `begins`.
+        numbers: [F + 3T + 3] int64 on the CPU, those of `ops.find_and_pool`, as soon as the ids are found.
     """
 
     ids: Tensor
@@ -61,8 +61,40 @@ class Batch:
     where: str | None = None
     uses: Uses | None = None
     first_bags: Tensor = _NONE
-    begins: Tensor = _NONE
-    table_offsets: Tensor = _NONE
+    numbers: Tensor = _NONE
+
+    @property
+    def _tables(self) -> int:
+        """Number of tables, known as soon as the ids are found."""
+        return (self.numbers.numel() - self.first_bags.numel()) // 3
+
+    @property
+    def begins(self) -> Tensor:
+        """Where the ids of each feature begin, [F + 1] int64 on the CPU."""
+        return self.numbers[: self.first_bags.numel()]
+
+    @cached_property
+    def table_offsets(self) -> Tensor:
+        """Where the ids of each table begin, [T + 1] int64 on the CPU."""
+        first = self.first_bags.numel()
+        return self.numbers[first : first + self._tables + 1]
+
+    @property
+    def table_starts(self) -> Numbers:
+        """As `table_offsets`, for the host."""
+        first = self.first_bags.numel()
+        return self.numbers.numpy()[first : first + self._tables + 1]
+
+    @property
+    def absent(self) -> Numbers:
+        """Number of absent ids of each table, repeats counted, [T]."""
+        first = self.first_bags.numel() + self._tables + 1
+        return self.numbers.numpy()[first : first + self._tables]
+
+    @property
+    def new_ends(self) -> list[int]:
+        """Where the new ids of each table begin, and the end, [T + 1]."""
+        return self.numbers[-self._tables - 1 :].tolist()
 
     def keep_in_use(self) -> None:
         """Keeps the memory of a batch on a GPU for the current stream: its owner may drop it early."""
@@ -76,13 +108,13 @@ class Found(NamedTuple):
         out: [elements], its output, with zeros for absent ids; None if nothing was pooled. In training on a
             CPU it is not initialised if ids are absent.
         rows: [N] int64, -1 for an absent id.
-        absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted.
+        absent: [T], number of absent ids of each table, repeats counted.
         new: the distinct absent ids of tables that are not frozen; None if there are none, or nobody asked.
     """
 
     out: Tensor | None
     rows: Tensor
-    absent: Tensor
+    absent: Numbers
     new: NewIds | None
 
 
@@ -136,19 +168,19 @@ class PrefetchedStep:
     then. A table that was loaded or converted since takes its step again, and no other table does.
 
     Attributes:
-        bags: `begins`, `table_offsets` and `offsets` of the batch.
+        bags: `numbers` and `offsets` of the batch.
         generations: [T], generation of each table at the step.
         open_forward: the forward of the step, open since then.
     """
 
     taken: TakenStep
-    bags: tuple[Tensor, Tensor, Tensor | None]
+    bags: tuple[Tensor, Tensor | None]
     generations: list[int]
     open_forward: OpenForward
 
     def keep_in_use(self) -> None:
         """Keeps the memory of the rows, which another stream has allocated, for the current stream."""
-        keep_in_use(self.taken.learning, self.taken.rows, self.bags[2])
+        keep_in_use(self.taken.learning, self.taken.rows, self.bags[1])
 
     def is_of(self, lists: TableLists) -> bool:
         """Returns False if a table was loaded or converted since the step: its rows are other rows now."""

@@ -153,14 +153,14 @@ def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> 
     grads = _joined_grads(updates, places if offsets is None else None)
     weights = _joined([update.weights for update in updates], forwards, 1.0, torch.float32)
     senders = [forward.reduction.senders for forward in forwards]
-    ids = None if last.ids is None else torch.cat([one.ids_or_rows for one in forwards])
+    ids = _joined([forward.ids for forward in forwards], forwards, -1, torch.int64)
     joined = replace(
         last,
         ids=ordered(ids),
         rows=torch.cat([forward.rows for forward in forwards])[places],
         bags=bags,
         offsets=offsets,
-        begins=torch.stack(begins).sum(0),
+        numbers=torch.stack(begins).sum(0),
         reduction=Reduction(scales, ordered(_joined(senders, forwards, -1, torch.int32))),
         noted=_noted(forwards),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.gradient_reduction import Reduction
-from torchrec_dyn.lookup.table_lists import TrainedTables
+from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables
 from torchrec_dyn.storage import OpenForward
 from torchrec_dyn.table import TableShard
 
@@ -36,7 +36,7 @@ class Forward:
     """The data of one forward that its backward needs.
 
     The caller may overwrite its batch as soon as the forward has returned, so no tensor here is the caller's.
-    Until the backward, or until the graph is dropped, live: `rows`, `shown`, `offsets`, `begins`, the
+    Until the backward, or until the graph is dropped, live: `rows`, `shown`, `offsets`, `numbers`, the
     segments of `bags` and the senders of `reduction`, made by this forward; `streams`, of the tables; and the
     copy `ids`. The weights of bags are the caller's: autograd saves them, and raises its error if they were
     written in place.
@@ -45,12 +45,13 @@ class Forward:
         group: the tables.
         bags: their places in the output.
         offsets: [bags + 1] int64, where each bag begins; None for sequences.
-        begins: [F + 1] int64 on the CPU, where the ids of each feature begin.
+        numbers: [F + 1 or more] int64 on the CPU, where the ids of each feature begin, and others.
+        num_begins: F + 1.
         shown: [N] int64, rows to read, -1 for an id without a row.
         rows: [N] int64, rows to update, -1 for an id without an update; [0] in evaluation.
         trained: the tables that are not frozen; none in evaluation.
         streams: of `ops.update_rows_`; [0] in evaluation.
-        generations: of each table, at the forward.
+        lists: the tables of the group, at the forward.
         noted: `tokens_of` the logs when the rows to update were recorded as changed; None without a record.
         reduction: of the gradients.
         open_forward: open until the backward has run.
@@ -63,12 +64,13 @@ class Forward:
     group: Group
     bags: Bags
     offsets: Tensor | None
-    begins: Tensor
+    numbers: Tensor
+    num_begins: int
     shown: Tensor
     rows: Tensor
     trained: TrainedTables | None
     streams: Tensor
-    generations: list[int]
+    lists: TableLists
     noted: list[object] | None
     reduction: Reduction
     open_forward: OpenForward
@@ -77,9 +79,9 @@ class Forward:
     is_done: bool = False
 
     @property
-    def ids_or_rows(self) -> Tensor:
-        """The ids for `ops.update_rows_`, [N] int64; rows where nothing is rounded, and ids are not read."""
-        return self.rows if self.ids is None else self.ids
+    def begins(self) -> Tensor:
+        """Where the ids of each feature begin, [F + 1] int64 on the CPU."""
+        return self.numbers[: self.num_begins]
 
 
 def as_float(weights: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def row_sums(
     subtract_gradients(
         -1.0,
         grad=update.grad,
-        ids=forward.ids_or_rows,
+        ids=forward.rows,  # not read: float32 sums are not rounded
         rows=numbers,
         offsets=forward.offsets,
         bag_weights=update.weights,

@@ -5,6 +5,7 @@ Legend: T tables, N ids, M distinct ids without a row.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,20 +15,20 @@ from torchrec_dyn.lookup.batch import Batch, no_scores, wrong_scores
 from torchrec_dyn.lookup.feature_uses import Uses
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import host_numbers, read
-from torchrec_dyn.table import NewIds
+from torchrec_dyn.storage import read
+from torchrec_dyn.table import NewIds, Numbers
 
 
-def occurrences_of(trained: TrainedTables, batch: Batch) -> Tensor:
-    """Returns the first occurrence of each table's ids, and the end, [T + 1] int64.
+def occurrences_of(trained: TrainedTables, batch: Batch) -> Numbers:
+    """Returns the first occurrence of each table's ids, and the end, [T + 1].
 
     Checks the times, and the scores if some table counts them. A GPU's host waits if there are any.
     """
-    ids, times, table_offsets = batch.ids, batch.times, batch.table_offsets
+    ids, times = batch.ids, batch.times
     if trained.living.units:
         _check_scores(trained, batch)
     if times is None or not trained.living.numbers:
-        return table_offsets
+        return batch.table_starts
     if times.dtype != torch.int64 or times.shape != ids.shape:
         got = f"{list(times.shape)} of {times.dtype}"
         raise ValueError(
@@ -35,14 +36,15 @@ def occurrences_of(trained: TrainedTables, batch: Batch) -> Tensor:
         )
     bounds = times.aminmax() if ids.numel() else (times.new_ones(()), times.new_ones(()))
     of_ids = ops.complete_cumsum(times)
-    of_tables = of_ids[table_offsets.to(times.device, non_blocking=True)].diff()
+    of_tables = of_ids[batch.table_offsets.to(times.device, non_blocking=True)].diff()
     least, most, *numbers = read([*bounds, of_tables])
     if least < 1 or most > MOST_COUNT:
         raise ValueError(f"take_step: expected times in [1, 2^32), got {least} to {most}.")
     # A table without a life counts each sent id once, whatever the other tables of its group are.
-    seen = table_offsets.diff()
-    seen[trained.living.numbers] = host_numbers(numbers)[trained.living.numbers]
-    return torch.cat([table_offsets[:1], seen.cumsum(0)])
+    seen = np.diff(batch.table_starts)
+    for number in trained.living.numbers:
+        seen[number] = numbers[number]
+    return np.concatenate([batch.table_starts[:1], seen.cumsum()])
 
 
 def _check_scores(trained: TrainedTables, batch: Batch) -> None:

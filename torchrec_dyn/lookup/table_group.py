@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -153,7 +155,7 @@ class TableGroup:
         """Returns the pooled rows of the ids of a batch.
 
         Args:
-            batch: the ids; `begins` are noted in it.
+            batch: the ids; its `numbers` are noted in it.
             ahead: the step of this batch, if it was taken ahead. Evaluation does not use it. Tables that were
                 loaded or converted since take their step again.
 
@@ -222,8 +224,7 @@ class TableGroup:
             offsets = None
         if out is None or step.missing or step.new_index is not None:
             out = self._pooled(out, batch, bags, offsets, lists, step)
-        output = self._with_backward(out, batch, bags, offsets, lists, step, ahead)
-        return output.view(bags.shape)
+        return self._with_backward(out, batch, bags, offsets, lists, step, ahead)
 
     def _read(
         self, batch: Batch, bags: Bags | None, lists: TableLists
@@ -253,7 +254,7 @@ class TableGroup:
             out = ops.gather_pool(
                 step.rows, offsets, weights, blocks.blocks, blocks.layout, bags.segments,
                 self.is_mean, bags.elements, self.output_dtype,
-            )  # fmt: skip
+            ).view(bags.shape)  # fmt: skip
             if initial_ids is None:
                 return out
         ops.pool_prepared_(
@@ -278,8 +279,8 @@ class TableGroup:
         if not (torch.is_grad_enabled() and (trained is not None or wants_grad)):
             return out
         forward = Forward(
-            self, bags, offsets, batch.begins, step.rows, step.learning, trained, step.streams,
-            lists.generations, step.noted, lists.unsent,
+            self, bags, offsets, batch.numbers, batch.first_bags.numel(), step.rows, step.learning,
+            trained, step.streams, lists, step.noted, lists.unsent,
             ahead.open_forward if ahead else OpenForward(self._forwards),
         )  # fmt: skip
         if wants_grad and step.missing:
@@ -320,25 +321,21 @@ class TableGroup:
         if self.in_files:  # their pages are asked for first
             pools = _NONE
         weights = None if batch.weights is None else as_float(batch.weights)
+        segments, output_rows, columns = (None, 0, 0) if bags is None else bags.arguments
         out, rows, offsets, numbers, new_ids, new_counts, new_index = ops.find_and_pool(
             batch.ids, batch.lengths, batch.offsets, weights, batch.first_bags,
-            self._bag_layout.first_features, None if bags is None else bags.segments,
-            lists.prepared.get(), self.is_mean, pools, collects, 0 if bags is None else bags.elements,
-            self.output_dtype,
+            self._bag_layout.first_features, segments, lists.prepared.get(), self.is_mean, pools, collects,
+            output_rows, columns, self.output_dtype,
         )  # fmt: skip
-        count = len(self.tables)
-        begins, table_offsets, absent, new_offsets, is_wrong = numbers.split_with_sizes(
-            (batch.first_bags.numel(), count + 1, count, count + 1, 1)
-        )
-        if is_wrong:
+        if not numbers.numel():
             raise wrong_bags(self.tables, batch)
-        batch.offsets, batch.begins, batch.table_offsets = offsets, begins, table_offsets
+        batch.offsets, batch.numbers = offsets, numbers
         if self._uses is not None and batch.training:
-            batch.uses = self._uses.of_ids(begins.diff(), batch.ids)
+            batch.uses = self._uses.of_ids(batch.begins.diff(), batch.ids)
         new = None
         if new_ids.numel():
-            new = NewIds(new_ids, new_counts, new_index, new_offsets.tolist())
-        return Found(out if pools else None, rows, absent, new)
+            new = NewIds(new_ids, new_counts, new_index, batch.new_ends)
+        return Found(out if pools else None, rows, batch.absent, new)
 
     @locked
     @changes
@@ -374,7 +371,7 @@ class TableGroup:
         lists = self._current()
         batch.keep_in_use()
         taken = self._step_ahead(batch, self._bag_layout.bags_of(batch), lists)
-        bags = batch.begins, batch.table_offsets, batch.offsets
+        bags = batch.numbers, batch.offsets
         return PrefetchedStep(taken, bags, lists.generations, OpenForward(self._forwards))
 
     def _step_ahead(self, batch: Batch, bags: Bags | None, lists: TableLists) -> TakenStep:
@@ -394,7 +391,7 @@ class TableGroup:
             as_then = ahead.tables_as_then(lists)
             again = self._step_ahead(batch, bags, list_tables(self.tables, as_then))
             ahead = ahead.joined(again, as_then, batch.table_offsets)
-        batch.begins, batch.table_offsets, batch.offsets = ahead.bags
+        batch.numbers, batch.offsets = ahead.bags
         return ahead.now(lists, batch.table_offsets)
 
     @locked
@@ -458,6 +455,16 @@ class TableGroup:
             self._lists = list_tables(self.tables)
         return self._lists
 
+    def _lists_since(self, forward: Forward) -> TableLists:
+        """Returns the tables; RuntimeError if those of a forward have other rows now."""
+        lists = self._current()
+        if lists.generations != forward.lists.generations:
+            raise RuntimeError(
+                "lookup: expected the tables of the forward at its backward, got tables that were "
+                "loaded or converted in between, moved, or given another optimizer. Run backward first."
+            )
+        return lists
+
     def backward(
         self, forward: Forward, grad: Tensor, weights: Tensor | None, wants_grad: bool
     ) -> Tensor | None:
@@ -465,23 +472,21 @@ class TableGroup:
 
         grad is of the output of the forward. Returns the gradient of the weights [N] if it is wanted.
         """
-        lists, deferred = self._current(), self.deferred
         if forward.is_done:
             raise RuntimeError(
                 "lookup: expected one backward through a forward, got a second. The rows are "
                 "updated already; run the forward again."
             )
-        if forward.generations != lists.generations:
-            raise RuntimeError(
-                "lookup: expected the tables of the forward at its backward, got tables that were "
-                "loaded or converted in between, moved, or given another optimizer. Run backward first."
-            )
-        # A deferred gradient outlives this call: the caller may use one buffer for all micro-batches.
-        grad = grad.to(torch.float32, copy=deferred is not None).contiguous()
+        lists, deferred = forward.lists, self.deferred
+        if lists.token is not TABLES.now:  # some table has changed other than by training
+            lists = self._lists_since(forward)
+        grad = grad.float().contiguous()
         optimizer, weights_grad = self.tables[0].optimizer, None
         # Deferred gradients may have a loss scale. Those of rows are clamped when it is taken off; those of
-        # weights are not clamped.
-        if optimizer.gradient_clipping and deferred is None:
+        # weights are not clamped. They outlive this call: micro-batches may share a buffer.
+        if deferred is not None:
+            grad = grad.clone()
+        elif optimizer.gradient_clipping:
             grad = grad.clamp(-optimizer.max_gradient, optimizer.max_gradient)
         if weights is not None:
             if wants_grad:
@@ -542,7 +547,7 @@ class TableGroup:
         if not deferred.updates:
             return
         lists = self._current()
-        if any(update.forward.generations != lists.generations for update in deferred.updates):
+        if any(one.forward.lists.generations != lists.generations for one in deferred.updates):
             raise self._changed_before_step()
         self._write(lists, *deferred.joined(self._bag_layout, self.max_gradient))
         deferred.close()
@@ -619,13 +624,11 @@ class TableGroup:
         """Sums the gradients of each distinct row of an update and applies the optimizer."""
         trained, bags = forward.trained, forward.bags
         assert trained is not None
-        withheld: dict[int, TableShard] = {}
-        for t, numbers in enumerate(lists.row_numbers):
-            if numbers.withheld_parts:
-                withheld[t] = self.tables[t]
-        if withheld:
+        withheld = [*map(attrgetter("withheld_parts"), lists.row_numbers)]
+        if any(withheld):
+            tables = dict(compress(enumerate(self.tables), withheld))
             table_offsets = self._bag_layout.offsets_of_tables(forward.begins)
-            count_late_grads(withheld, forward.rows, table_offsets)
+            count_late_grads(tables, forward.rows, table_offsets)
         if lists.trained is not None and lists.trained.shared is trained.shared:
             trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
@@ -637,8 +640,10 @@ class TableGroup:
         marks: tuple[Sequence[Tensor], Tensor | None] = (), None
         if lists.has_changes:
             marks = note_update(*self._changed(forward))
+        # Where nothing is rounded the ids are not read.
+        ids = forward.rows if forward.ids is None else forward.ids
         ops.update_prepared_(
-            grad, forward.ids_or_rows, forward.rows, forward.offsets, weights, bags.segments,
+            grad, ids, forward.rows, forward.offsets, weights, bags.segments,
             forward.streams, self.is_mean, [self.learning_rate, *lists.hyper],
             forward.reduction.scales, forward.reduction.senders, *marks, lists.prepared.get(),
         )  # fmt: skip

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from torchrec_dyn.storage import (
 from torchrec_dyn.table import (
     EXPECTING,
     Counted,
+    Numbers,
     PreparedTables,
     SharedCounters,
     TableShard,
@@ -60,10 +63,9 @@ class TrainedTables:
         steps = {t: table.own.step for t, table in tables.items()}
         self.first_steps = host_numbers([steps.get(t, 0) for t in range(count)])
         self.has_changes = _each([*tables.values()], "changes") != [None] * len(tables)
-        self._is_trained: Tensor | None = None  # [T] bool if a table is frozen
+        self._is_trained: npt.NDArray[np.bool_] | None = None  # [T] if a table is frozen
         if len(tables) < count:
-            self._is_trained = torch.zeros(count, dtype=torch.bool, device="cpu")
-            self._is_trained[list(tables)] = True
+            self._is_trained = np.isin(np.arange(count), list(tables))
 
     @property
     def next_step(self) -> int:
@@ -76,15 +78,15 @@ class TrainedTables:
         counted = self.shared.counted
         return counted.forwards - counted.last_new < EXPECTING
 
-    def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
+    def counted_after(self, occurrences: Numbers, absent: Numbers | None) -> Counted:
         """Returns the numbers of the shared counters after one more forward.
 
-        occurrences [T + 1] int64: the first occurrence of each table, and the end of the last; absent [T]
-        int64: occurrences without a row, None if there were none. Frozen tables do not count theirs.
+        occurrences [T + 1]: the first occurrence of each table, and the end of the last; absent [T]:
+        occurrences without a row, None if there were none. Frozen tables do not count theirs.
         """
         if self._is_trained is not None:
-            sizes = occurrences.diff()[self._is_trained]
-            occurrences = torch.cat([occurrences[:1], sizes.cumsum(0)])
+            sizes = np.diff(occurrences)[self._is_trained]
+            occurrences = np.concatenate([occurrences[:1], sizes.cumsum()])
             absent = None if absent is None else absent[self._is_trained]
         before = self.shared.counted
         return Counted(
@@ -95,8 +97,8 @@ class TrainedTables:
             before.last_new if absent is None else before.forwards + 1,
         )
 
-    def misses_frozen(self, absent: Tensor) -> bool:
-        """Returns True if some ids of a frozen table are absent; absent [T] int64, number of them."""
+    def misses_frozen(self, absent: Numbers) -> bool:
+        """Returns True if some ids of a frozen table are absent; absent [T], number of them."""
         return self._is_trained is not None and bool(absent[~self._is_trained].any())
 
     def logs(self) -> list[ChangeLog | None]:

@@ -16,8 +16,9 @@ An exception before 7 undoes what was written: no table has changed.
 Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
 scored in 5. So 5 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
 
-Each part is an op over all tables. A GPU's host waits in it for numbers: of the expired ids, the absent ids,
-the new ids, their admission, and the rows and counters of 5.
+Each part is an op over all tables, and rows of new ids are written and pooled by one each. A GPU's host waits
+for numbers: of expired ids in 1; of absent and of new ids in 2; of admitted ids in 3, if a rule decides;
+of the rows and counters of 5.
 
 Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 
@@ -27,8 +28,7 @@ Legend: T tables, N ids, M distinct ids without a row.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -61,10 +61,16 @@ from torchrec_dyn.lookup.step_numbers import (
     occurrences_of,
 )
 from torchrec_dyn.lookup.table_lists import TrainedTables
-from torchrec_dyn.storage import change, host_numbers, note_changed, places_of, read
+from torchrec_dyn.storage import (
+    arrays_of,
+    change,
+    note_changed,
+    places_of,
+    read,
+)
 from torchrec_dyn.table import (
     Additions,
-    PreparedTables,
+    Numbers,
     Removals,
     Room,
     TableShard,
@@ -96,10 +102,10 @@ def take_step(
     found = find()
     missing = trained.misses_frozen(found.absent)
     if found.new is None:
-        trained.shared.counted = trained.counted_after(batch.table_offsets, None)
+        trained.shared.counted = trained.counted_after(batch.table_starts, None)
         return found, TakenStep(found.rows, missing)
     with change(*trained.tables.values()) as written:
-        counted = trained.counted_after(batch.table_offsets, found.absent)
+        counted = trained.counted_after(batch.table_starts, found.absent)
         additions = prepare_unseen(trained.tables, trained.prepared, found.rows, found.new)
         written.commit()
         additions.commit()
@@ -119,8 +125,8 @@ class _LifeStep:
         self._tables = trained.tables
         self._rows_before: dict[int, int] = {}  # rows of tables before the step
         self._counted: list[tuple[TableShard, str, int]] = []  # for `stats`
-        # The new ids and what becomes of them; None if every id of a trained table has a row.
-        self._new: _Decided | None = None
+        # Of the new ids, with what their rows begin to count with; None if there are no new ids.
+        self._admitted: Admitted | None = None
 
     def take(self, find: Callable[[], Found]) -> tuple[Found, TakenStep]:
         """Takes the step. As `take_step`."""
@@ -134,13 +140,13 @@ class _LifeStep:
             found = find()
             occurrences = occurrences_of(trained, batch)
             added = added_by(trained, batch)
-            new = self._new = self._decide(found, added)
+            self._admitted = self._decide(found, added)
             counted = trained.counted_after(occurrences, self._num_absent(found))
             scored = found.rows if batch.uses is None else masked(found.rows, batch.uses.counts)
             touch = self._touch(found, scored, counted.steps, added)
             self._check_need(scored)
-            if new is not None:
-                acting |= new.of_tables
+            if found.new is not None:
+                acting |= found.new.sizes.keys()
             looked_at = {*self._living.watched, *due, *acting}
             full = self._reserve(looked_at)
             if full:
@@ -149,7 +155,7 @@ class _LifeStep:
                 self._evict(full, written)
             write_counters = self._change_counters(looked_at, written)
             taken = self._rows(found, scored, full)
-            additions = None if new is None else new.additions(tables, trained.prepared, taken.rows)
+            additions = self._additions(found, taken)
             written.commit()
             trained.shared.counted = counted
             if not full:
@@ -200,7 +206,7 @@ class _LifeStep:
         due = [(t, limit.listed, limit.num_due(at[t], clocks[t])) for t, limit in aging.items()]
         return expired_rows([one for one in due if one[2]], like, handle)
 
-    def _decide(self, found: Found, added: Tensor | None) -> _Decided | None:
+    def _decide(self, found: Found, added: Tensor | None) -> Admitted | None:
         """Decides the admission of the absent ids. `added` is what each id adds to the count of its row."""
         trained, batch, new = self._trained, self._batch, found.new
         if new is None:
@@ -209,21 +215,32 @@ class _LifeStep:
         admitted = self._living.admit(
             new._replace(counts=counts), asked_of_new(batch, new), batch.times is not None
         )
-        begin_with = first_counts(trained, batch, new, admitted, added)
         self._count("refused", admitted.sizes(LEFT_OUT))
-        of_tables = set(new.sizes)
-        return _Decided(admitted, new.new_index, of_tables, admitted.sizes(ADMITTED), begin_with)
+        return admitted._replace(counts=first_counts(trained, batch, new, admitted, added))
 
-    def _num_absent(self, found: Found) -> Tensor | None:
-        """Returns the occurrences of ids without a row, [T] int64; None if every id has one."""
-        if self._new is None:
+    def _sizes(self, column: int) -> dict[int, int]:
+        """Returns a column of the numbers of the admission, without zeros."""
+        return {} if self._admitted is None else self._admitted.sizes(column)
+
+    def _additions(self, found: Found, taken: TakenStep) -> Additions | None:
+        """Prepares rows for the admitted ids; the commit writes them into the rows of the batch."""
+        new, admitted = found.new, self._admitted
+        if new is None or admitted is None:
+            return None
+        fills = taken.rows, new.new_index, admitted.places
+        sizes, counts = admitted.sizes(ADMITTED), admitted.counts
+        return Additions(self._tables, self._trained.prepared, admitted.ids, sizes, counts, fills)
+
+    def _num_absent(self, found: Found) -> Numbers | None:
+        """Returns the occurrences of ids without a row, [T]; None if every id has one."""
+        if self._admitted is None:
             return None
         if self._batch.times is None:
             return found.absent
         # A table with a life counts the occurrences of absent ids, another each sent id once.
-        absent, with_life = found.absent.clone(), self._living.numbers
-        occurred = host_numbers([own[OCCURRED] for own in self._new.admitted.numbers])
-        absent[with_life] = occurred[with_life]
+        absent = found.absent.copy()
+        for t in self._living.numbers:
+            absent[t] = self._admitted.numbers[t][OCCURRED]
         return absent
 
     def _touch(
@@ -265,7 +282,7 @@ class _LifeStep:
 
     def _check_need(self, scored: Tensor) -> None:
         """Raises RuntimeError unless tables have room for the step."""
-        admitted = {} if self._new is None else self._new.sizes
+        admitted = self._sizes(ADMITTED)
         distinct = self._distinct_rows(scored)
         for t in sorted(distinct.keys() | admitted.keys()):
             self._tables[t].check_room(admitted.get(t, 0))
@@ -281,23 +298,19 @@ class _LifeStep:
         earlier, offsets = trained.shared.earlier, batch.table_offsets
         if earlier is None and batch.ids.numel() <= self._living.least_limit:
             return {}
-        sizes = np.diff(offsets.numpy())
+        sizes = np.diff(batch.table_starts)
         if earlier is not None:
             sizes = sizes + earlier.numpy()
-        ends = offsets.tolist()
-        counts = {
-            t: _num_distinct(scored[ends[t] : ends[t + 1]])
-            if earlier is None
-            else _num_seen(self._tables[t], scored[ends[t] : ends[t + 1]])
-            for t in np.flatnonzero(sizes > self._living.row_limits).tolist()
-        }
+        counts: dict[int, Tensor] = {}
+        for t in np.flatnonzero(sizes > self._living.row_limits).tolist():
+            own = scored[slice(*offsets[t : t + 2].tolist())]
+            counts[t] = _num_distinct(own) if earlier is None else _num_seen(self._tables[t], own)
         return dict(zip(counts, read([*counts.values()]), strict=True))
 
     def _reserve(self, looked_at: set[int]) -> dict[int, int]:
         """Reserves memory for rows and counters; returns the surplus of each table that must evict rows."""
         full: dict[int, int] = {}
-        admitted = {} if self._new is None else self._new.sizes
-        begun = {} if self._new is None else self._new.admitted.sizes(BEGUN)
+        admitted, begun = self._sizes(ADMITTED), self._sizes(BEGUN)
         rooms: list[tuple[TableShard, Room]] = []
         for t in sorted(looked_at):
             table, life = self._tables[t], self._tables[t].life
@@ -334,8 +347,9 @@ class _LifeStep:
         counting = [t for t in sorted(looked_at) if t in self._living.counting]
         write: Callable[[], None] = _nothing
         more: dict[int, int] = {}
-        if self._new is not None and counting:
-            admitted, steps = self._new.admitted, {t: self._tables[t].next_step for t in counting}
+        admitted = self._admitted
+        if admitted is not None and counting:
+            steps = {t: self._tables[t].next_step for t in counting}
             changes = self._living.counters.change(admitted, steps)
             more = {t: admitted.numbers[t][BEGUN] - admitted.numbers[t][DROPPED] for t in counting}
             write = changes.commit
@@ -362,45 +376,20 @@ class _LifeStep:
 
     def _rows(self, found: Found, scored: Tensor, full: dict[int, int]) -> TakenStep:
         """Returns the rows of all ids, but for those that get new rows."""
-        trained, batch, new = self._trained, self._batch, self._new
-        new_index = None if new is None else new.new_index
+        trained, batch = self._trained, self._batch
+        new_index = None if found.new is None else found.new.new_index
         if not full or scored is found.rows:
-            refused = new is not None and any(own[LEFT_OUT] for own in new.admitted.numbers)
-            missing = refused or trained.misses_frozen(found.absent)
+            missing = bool(self._sizes(LEFT_OUT)) or trained.misses_frozen(found.absent)
             return TakenStep(found.rows, missing, new_index)
         # Ids that do not count may have lost their rows.
-        rows, _ = ops.lookup(batch.ids, batch.table_offsets, *trained.prepared.maps.arrays())
+        maps = arrays_of([table.id_map for table in trained.prepared.tables])
+        rows, _ = ops.lookup(batch.ids, batch.table_offsets, *maps)
         new_index = torch.full_like(rows, -1) if new_index is None else new_index
         return TakenStep(rows, True, torch.where(rows == found.rows, new_index, 0))
 
     def _count(self, counter: str, sizes: dict[int, int]) -> None:
         """Notes what the commit adds to a counter of tables."""
         self._counted += [(self._tables[t], counter, size) for t, size in sizes.items()]
-
-
-class _Decided(NamedTuple):
-    """What becomes of the distinct ids without a row of a batch.
-
-    Attributes:
-        admitted: their admission.
-        new_index: [N] int64, the place of an id without a row among them, -1 for other ids.
-        of_tables: the tables that have some.
-        sizes: number of admitted ids of each table.
-        counts: what the rows of the admitted ids begin to count with.
-    """
-
-    admitted: Admitted
-    new_index: Tensor
-    of_tables: set[int]
-    sizes: dict[int, int]
-    counts: Tensor
-
-    def additions(
-        self, tables: Mapping[int, TableShard], prepared: PreparedTables, rows: Tensor
-    ) -> Additions:
-        """Prepares rows for the admitted ids; the commit writes them into rows [N] int64 of the batch."""
-        fills = rows, self.new_index, self.admitted.places
-        return Additions(tables, prepared, self.admitted.ids, self.sizes, self.counts, fills)
 
 
 def _nothing() -> None:

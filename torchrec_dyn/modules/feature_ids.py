@@ -207,7 +207,10 @@ def read_features(
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
     if weighted or scored:
         weights, scores = _weights(features, weighted, scored, where)
-    lengths, batch_sizes = features.lengths(), _batch_sizes(features, where)
+    lengths, batch_sizes = features.lengths(), features.stride_per_key()
+    varies = len(set(batch_sizes)) > 1
+    if varies or features.variable_stride_per_key():
+        _check_batch_sizes(features, where)
     if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
         lengths = lengths.reshape(-1)
     if lengths.numel() != sum(batch_sizes):
@@ -215,10 +218,9 @@ def read_features(
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    stated = features.offsets_or_none() if lengths.numel() else None
-    if stated is not None and stated.numel() != lengths.numel() + 1:
-        raise _offsets_that_differ(where)
-    varies = len(set(batch_sizes)) > 1
+    stated = features.offsets_or_none()
+    if stated is not None:
+        stated = _checked_offsets(stated, lengths, where)
     return FeatureIds(ids, lengths, stated, weights, batch_sizes, varies, where, scores)
 
 
@@ -245,8 +247,8 @@ def _weights(
     return weights if weighted else None, weights.detach() if scored else None
 
 
-def _batch_sizes(features: KeyedJaggedTensor, where: str) -> list[int]:
-    """Returns the number of bags of each feature, [F]."""
+def _check_batch_sizes(features: KeyedJaggedTensor, where: str) -> None:
+    """Raises ValueError if a batch states two numbers of bags of a feature."""
     sizes, name = features.stride_per_key(), "stride"
     if features.variable_stride_per_key():
         name = "stride_per_key_per_rank"
@@ -259,7 +261,15 @@ def _batch_sizes(features: KeyedJaggedTensor, where: str) -> list[int]:
             f"stride_per_key and {listed(others)} by {name}. Leave stride_per_key out of the "
             "KeyedJaggedTensor."
         )
-    return sizes
+
+
+def _checked_offsets(offsets: Tensor, lengths: Tensor, where: str) -> Tensor | None:
+    """Returns the offsets that a batch states beside its lengths; None without bags."""
+    if not lengths.numel():
+        return None
+    if offsets.numel() != lengths.numel() + 1:
+        raise _offsets_that_differ(where)
+    return offsets
 
 
 def _offsets_that_differ(where: str) -> ValueError:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TABLES, TableLock, locked
 from torchrec_dyn.table import TableShard
 
+_WEIGHT = itemgetter("weight")
 _CALLER = 8  # frames from `_begin_training` up to the code that calls the collection
 
 
@@ -96,6 +97,8 @@ class UnshardedLookup:
         self._grouped_for: list[_State] = []
         self._grouped_at: object = None  # the token of all tables when they were compared last
         self._grouped_weights: list[Any] = []  # their placeholders then
+        # Where nn.Module keeps the placeholders, and `functional_call` writes others.
+        self._holders = [table._parameters for table in self.tables]
         self._marked: list[Any] = []  # those with marks
         self._marks: list[Any] = []  # copies of these marks: TorchRec writes to them in place
         self._groups: list[_Group] = []
@@ -172,7 +175,7 @@ class UnshardedLookup:
         # Every forward asks: so no function is called for each table as long as none has changed. A table
         # that is frozen renews the token; `functional_call` replaces placeholders.
         now = TABLES.now
-        weights: list[Any] = [table._parameters["weight"] for table in self.tables]
+        weights: list[Any] = [*map(_WEIGHT, self._holders)]
         is_known = now is self._grouped_at and all(map(is_, weights, self._grouped_weights))
         if is_known and [*map(marks_of, self._marked)] == self._marks:
             return self._groups

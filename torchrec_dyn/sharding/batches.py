@@ -156,7 +156,7 @@ def _sendable(
         _lengths=read.lengths.long().contiguous(),
         _weights=None if weights is None else weights.contiguous(),
         _offsets=None,
-        _stride=None if varies else features.stride(),
+        _stride=None if varies else read.batch_sizes[0],
         _stride_per_key=read.batch_sizes,
         _stride_per_key_per_rank=torch.IntTensor(bags) if varies else None,
         _variable_stride_per_key=None,

@@ -335,33 +335,22 @@ def begin_session(loads: list[TableLoad]) -> None:
         load.session = loads
 
 
-# By the lock of a collection: the loads that are awaited, by table.
-_awaited: weakref.WeakKeyDictionary[TableLock, dict[str, weakref.ref[TableLoad]]]
-_awaited = weakref.WeakKeyDictionary()
-
-
 def note_begun(load: TableLoad) -> None:
     """Notes that the rows of a table are read next, on all ranks."""
-    _awaited.setdefault(load.lock, {})[load.table.name] = weakref.ref(load)
+    load.lock.awaited[load.table.name] = weakref.ref(load)
 
 
 def note_taken(lock: TableLock, name: str) -> None:
     """Notes that a table was loaded."""
-    names = _awaited.get(lock)
-    if names is not None:
-        names.pop(name, None)
-        if not names:
-            _awaited.pop(lock, None)
+    lock.awaited.pop(name, None)
 
 
 def check_taken(lock: TableLock, where: str) -> None:
     """Raises ValueError if a load of a collection is awaited; before a forward, with its lock."""
-    if not _awaited:
-        return
-    if names := _awaited.get(lock):
+    if lock.awaited:
         raise ValueError(
             f"{where}: expected load_state_dict after dcp.load with LoadPlanner, got a forward while the "
-            f"rows that were read for tables {listed(sorted(names))} are not in these. Call "
+            f"rows that were read for tables {listed(sorted(lock.awaited))} are not in these. Call "
             "load_state_dict of the model with the loaded state dict, or drop these rows with "
             "torchrec_dyn.checkpoint.drop_load(model)."
         )
@@ -369,11 +358,11 @@ def check_taken(lock: TableLock, where: str) -> None:
 
 def drop_awaited(lock: TableLock) -> list[str]:
     """Drops the rows of awaited loads of a collection; returns the names of their tables."""
-    names = _awaited.pop(lock, {})
-    for reference in names.values():
+    awaited, lock.awaited = lock.awaited, {}
+    for reference in awaited.values():
         load = reference()
         for dropped in list((load and load.session) or ()):
             if dropped.lock is lock and dropped.session is not None:
                 dropped.session.remove(dropped)
                 dropped.drop()
-    return sorted(names)
+    return sorted(awaited)

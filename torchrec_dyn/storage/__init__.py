@@ -38,7 +38,7 @@ from torchrec_dyn.storage.id_map import (
     SLOTS,
     TABLES,
     IdMap,
-    MapList,
+    arrays_of,
     canonical_keys,
     canonical_order,
     most_slots,

@@ -277,22 +277,6 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     return slots, host_numbers([(id_map.moved, id_map.key) for id_map in maps]).view(-1, 2)
 
 
-class MapList:
-    """The maps of several tables in the form that the ops take, listed again when slots have changed."""
-
-    def __init__(self, maps: Sequence[IdMap]) -> None:
-        self._maps = maps
-        self._token: object = None
-        self._arrays: tuple[list[Tensor], Tensor]
-
-    def arrays(self) -> tuple[list[Tensor], Tensor]:
-        """Returns the maps as `arrays_of`. Do not change the list."""
-        token = SLOTS.now
-        if self._token is not token:
-            self._arrays, self._token = arrays_of(self._maps), token
-        return self._arrays
-
-
 class Token:
     """An object that is replaced before the arrays of some table change; compared by identity.
 

@@ -79,6 +79,7 @@ class RowStore:
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
         self.grows_in_place = self.device.type in knobs.RANGE_DEVICES
+        self.is_cpu = self.device.type == "cpu"  # torch takes microseconds for the name of a device
         self._begins_small = False  # True: the first rows are on small pages
         self._process = os.getpid()
 
@@ -118,7 +119,7 @@ class RowStore:
 
         The system clears a whole huge page at its first row. 1,000 tables of few rows took 2 GB and 3 s.
         """
-        if self.device.type != "cpu" or self.files is not None:
+        if not self.is_cpu or self.files is not None:
             return
         is_mapped = bool(self.blocks) and self.blocks[0].nbytes >= HUGE_PAGE_BYTES
         is_small = is_mapped and rows * self.row_bytes <= _SMALL_PAGES_BYTES
@@ -137,13 +138,13 @@ class RowStore:
         once one was freed, and there memory is committed already, and stays (docs/decisions/0002).
         """
         block_rows, count = 1 << self.shift, 1
-        if self.device.type == "cpu":  # elsewhere memory is committed at once
+        if self.is_cpu:  # elsewhere memory is committed at once
             most = most_block_bytes(self.files) // (block_rows * self.row_bytes)
             count = max(1, min(len(self.blocks), most))
         rows = count * block_rows
         if self.files is not None:
             together = mapped_block(self.files, rows, self.columns, self.dtype)
-        elif self.device.type == "cpu" and rows * self.row_bytes >= HUGE_PAGE_BYTES:
+        elif self.is_cpu and rows * self.row_bytes >= HUGE_PAGE_BYTES:
             together = self._zeros(rows)
         else:
             together = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)

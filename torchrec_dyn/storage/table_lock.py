@@ -29,12 +29,14 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
         is_changing: True while the thread that holds the lock is within a change of the tables (`changes`).
         torn: names of the tables that an exception within a commit has torn (`commit`).
         passes_torn: True while the thread that holds the lock may use torn tables.
+        awaited: the loads of tables whose rows were read, and which no call has taken yet, by table.
     """
 
     def __init__(self, torn: frozenset[str] = frozenset()) -> None:
         self.is_changing = False
         self.torn = torn
         self.passes_torn = False
+        self.awaited: dict[str, weakref.ref[Any]] = {}
         self.streams = StreamOrder()
         _every_lock[id(self)] = self
 

@@ -14,7 +14,13 @@ from torchrec_dyn.table.contents import (
     read_tensor,
     stamp_of,
 )
-from torchrec_dyn.table.counters import EXPECTING, Counted, SharedCounters, on_shared_counters
+from torchrec_dyn.table.counters import (
+    EXPECTING,
+    Counted,
+    Numbers,
+    SharedCounters,
+    on_shared_counters,
+)
 from torchrec_dyn.table.insertion import (
     Additions,
     NewIds,

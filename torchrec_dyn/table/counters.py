@@ -9,9 +9,10 @@ Legend: T tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from torchrec_dyn.storage import TABLES
@@ -23,6 +24,7 @@ COUNTED = (
 )
 
 
+Numbers: TypeAlias = npt.NDArray[np.int64]
 # In so many forwards after one with new ids, and at first, a GPU lists new ids before its host waits.
 EXPECTING = 16
 
@@ -33,15 +35,15 @@ class Counted(NamedTuple):
     Attributes:
         steps: number of steps.
         forwards: number of forwards; a step of deferred updates may have several.
-        ids: [T + 1] int64; the occurrences of table t are ids[t + 1] - ids[t].
-        absent: [T] int64, occurrences of ids that had no row at the lookup.
+        ids: [T + 1]; the occurrences of table t are ids[t + 1] - ids[t].
+        absent: [T], occurrences of ids that had no row at the lookup.
         last_new: the last forward with new ids; 0 before.
     """
 
     steps: int
     forwards: int
-    ids: Tensor
-    absent: Tensor
+    ids: Numbers
+    absent: Numbers
     last_new: int
 
 
@@ -58,7 +60,7 @@ class SharedCounters:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        zeros = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
+        zeros = np.zeros(size + 1, dtype=np.int64)
         self.counted = Counted(0, 0, zeros, zeros[1:], 0)
         self.edits = 0
         self.earlier: Tensor | None = None

@@ -14,40 +14,28 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import (
-    MapList,
+    IdMap,
     RowAddition,
     RowRemoval,
     change,
     host_numbers,
     joined,
     parts_of,
-    read,
 )
 from torchrec_dyn.table.arrays import Room, TableArrays, reserve_tables
 from torchrec_dyn.table.prepared_tables import PreparedTables
 
-_COUNT_BITS = 2**63 - 1  # all but the sign bit, which marks an error
 
-
-def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the rows of ids [N] int64 in table order; table_offsets [T + 1] int64, where each table's begin.
-
-    Returns:
-        rows: [N] int64, -1 for an absent id.
-        absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted. On a GPU this is
-            the one number that the host waits for in a step of known ids.
+def find_rows(id_map: IdMap, ids: Tensor) -> Tensor:
+    """Returns the rows of ids [M] int64, [M] int64, -1 for an absent id.
 
     Raises:
         RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
-    rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    if absent.is_cpu:
-        return rows, absent
-    numbers = read([absent])
-    if min(numbers, default=0) < 0:
+    rows, absent = ops.lookup(ids, host_numbers([0, ids.numel()]), *id_map.arrays())
+    if not absent.is_cpu and int(absent) < 0:
         ops.raise_errors(ids)  # if another thread has raised the error, nothing is raised
-        numbers = [number & _COUNT_BITS for number in numbers]
-    return rows, host_numbers(numbers)
+    return rows
 
 
 class NewIds(NamedTuple):

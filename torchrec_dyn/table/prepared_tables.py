@@ -17,9 +17,9 @@ from torchrec_dyn.optimizers import RULES, OptimizerKind
 from torchrec_dyn.storage import (
     BLOCKS,
     SLOTS,
-    MapList,
     RowStore,
     TableBlocks,
+    arrays_of,
     blocks_of,
     host_numbers,
 )
@@ -36,13 +36,11 @@ class PreparedTables:
 
     Attributes:
         tables: in the order of the ops.
-        maps: their maps.
     """
 
     def __init__(self, tables: Sequence[TableArrays], frozen: Collection[int] = ()) -> None:
         self.tables = tables
         self._frozen = frozenset(frozen)
-        self.maps = MapList([table.id_map for table in tables])
         self._tokens: tuple[object, object] = (None, None)
         self._handle = torch.empty(0, device="cpu")
         self._rows: TableBlocks
@@ -82,7 +80,7 @@ class PreparedTables:
         if optimizer.own is not None:  # the kernel writes no state of its rule
             rule, states, numbers = RULES[OptimizerKind.EXACT_SGD].number, [], []
         what = [_ON_NONFINITE.index(table.config.on_nonfinite) for table in self.tables]
-        slots, moved = self.maps.arrays()
+        slots, moved = arrays_of([table.id_map for table in self.tables])
         self._handle = ops.prepare_tables(
             slots, moved, self._rows.blocks, states, self._rows.layout, rule,
             what if nonfinite else [], nonfinite, self._initial, self._parameters, numbers,

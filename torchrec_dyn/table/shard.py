@@ -17,7 +17,6 @@ from torchrec_dyn.life import LIFE, RowLife, time_fault
 from torchrec_dyn.storage import (
     CLOCKS,
     ChangeLog,
-    MapList,
     OpenForwards,
     Version,
     changes,
@@ -86,7 +85,7 @@ class TableShard(TableArrays):
     def find_or_insert(self, ids: Tensor) -> Tensor:
         """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
         offsets = torch.tensor([0, ids.numel()], device="cpu")
-        rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
+        rows = find_rows(self.id_map, ids)
         insert_unseen({0: self}, PreparedTables([self]), rows, new_ids_of(ids, rows, offsets))
         return rows
 
@@ -128,7 +127,7 @@ class TableShard(TableArrays):
         check_rows(f"{self.where}.assign", rows, (ids.numel(), self.columns))
         rows = rows.detach().to(self.device, self.dtype).contiguous()
         offsets = torch.tensor([0, ids.numel()], device="cpu")
-        places, _ = find_rows(MapList([self.id_map]), ids, offsets)
+        places = find_rows(self.id_map, ids)
         new = new_ids_of(ids, places, offsets)
         additions = prepare_unseen({0: self}, PreparedTables([self]), places, new)
 
