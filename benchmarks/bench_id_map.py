@@ -3,7 +3,7 @@
     python benchmarks/bench_id_map.py [--rounds 9] [--threads 1] [--ids 1000000]
 
 Measures lookup by size, load and share of known ids; find_or_insert; growth; erase; and ids that were made to
-share slots of the public hash (docs/decisions/0034). Peers in the same run:
+share slots of the public hash (docs/dev/decisions/0034). Peers in the same run:
 
 - searchsorted: torch.searchsorted over the sorted ids, and the row at that place: a few lines of torch.
 - mch: TorchRec's MCHManagedCollisionModule.remap, the same search with its masks. Its insertion is not

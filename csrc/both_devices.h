@@ -1,7 +1,7 @@
 // TORCHREC_DYN_BOTH marks the functions that CPU and CUDA kernels share: layout and arithmetic are written once, and
 // give the same bits on both. Such a function must not call functions of the standard library that nvcc has for the
 // host only (std::min, std::array, std::countr_zero, ...): setup.py makes such a call an error, since nvcc drops the
-// builtins of the host that they consist of, and the scan of any word then gives its width (docs/decisions/0027).
+// builtins of the host that they consist of, and the scan of any word then gives its width (docs/dev/decisions/0027).
 #pragma once
 
 #include <bit>

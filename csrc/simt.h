@@ -1,4 +1,4 @@
-// Kernels for CUDA that a plain C++ compiler builds too, so that their tests need no GPU (docs/decisions/0027).
+// Kernels for CUDA that a plain C++ compiler builds too, so that their tests need no GPU (docs/dev/decisions/0027).
 //
 // A kernel is a struct of numbers and pointers with `void operator()(int64_t i) const`, in a file *_kernels.h; a thread
 // runs it for one i. The function of an op, in a file *_cuda.cpp, calls launch(stream, n, kernel). There are two builds

@@ -2,7 +2,7 @@
 //
 // The key of a map is a random number that its process has drawn (torchrec_dyn/storage/id_map.py), or the key in the
 // manifest of served files. Tables that live for one call have the key of the process. No result depends on a key: not
-// the rows of ids, nor an order, nor a file but served slots. See docs/decisions/0034.
+// the rows of ids, nor an order, nor a file but served slots. See docs/dev/decisions/0034.
 #pragma once
 
 #include <cstdint>

@@ -118,7 +118,7 @@ PLACEMENT_KEYS = frozenset(
 class RowOptimizer:
     """An update rule and its hyper-parameters; the defaults are FBGEMM's.
 
-    ADAMW is the rule of FBGEMM's ADAM, with torch's name and torch's defaults (docs/decisions/0019).
+    ADAMW is the rule of FBGEMM's ADAM, with torch's name and torch's defaults (docs/dev/decisions/0019).
     ADAM_BY_ROW counts the updates of each row (`row_counter`) in place of the table's steps, so a row that
     is assigned late is corrected as an early one was.
 

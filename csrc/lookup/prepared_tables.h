@@ -3,7 +3,7 @@
 //
 // prepare_tables returns a handle: a tensor [1] int64 with a random number, by which later ops find the tables as long
 // as the handle lives. A copy of the handle does not keep them. Prepared tables never change: a table that gets other
-// slots or blocks is prepared anew (docs/decisions/0046).
+// slots or blocks is prepared anew (docs/dev/decisions/0046).
 #pragma once
 
 #include <pthread.h>

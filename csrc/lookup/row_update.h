@@ -20,7 +20,7 @@
 // McMahan et al., "Ad click prediction", KDD 2013, as TensorFlow's ApplyFtrl computes it with lr_power -0.5.
 //
 // The gradient of a row is the sum over its ids in the batch, each gradient of a bag times the weight of the id (and
-// 1 / length for the mean). The order of additions is the same on every device (docs/decisions/0004): a piece is
+// 1 / length for the mean). The order of additions is the same on every device (docs/dev/decisions/0004): a piece is
 // kPieceIds ids of the row that follow each other in the batch, whoever sent them, and the last piece the rest; each
 // piece is summed in order, then the sums of the pieces in order. The total is then multiplied once, by the factor of
 // the table divided by the distinct senders of the row.

@@ -1,6 +1,6 @@
-// A range of addresses for one block of rows that grows in place (docs/decisions/0028): addresses for the largest block
-// are reserved at first, memory is committed from the begin on, so rows never move. What is not committed must not be
-// touched.
+// A range of addresses for one block of rows that grows in place (docs/dev/decisions/0028): addresses for the largest
+// block are reserved at first, memory is committed from the begin on, so rows never move. What is not committed must
+// not be touched.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Rows are stored in blocks of 2^shift rows, so a table grows by appending a block, and no row ever moves. The last
-// block of a table may have fewer rows: in an address range it grows in place (docs/decisions/0028).
+// block of a table may have fewer rows: in an address range it grows in place (docs/dev/decisions/0028).
 //
 // An op over several tables takes one flat list of blocks and `layout` [T, 4] int64, one line for each table:
 //   first block in the list, number of blocks, shift, columns of a row.

@@ -2,7 +2,7 @@
 //
 // The draw of a column is a pure function of (key, id, column, step), with columns numbered over the whole table.
 // The draws of a row are SplitMix64's sequence from the row's own start, four draws in a word: column c reads bits
-// [16 (c % 4), 16 (c % 4) + 16) of word c / 4 (docs/decisions/0011-rounding-draws-by-splitmix.md).
+// [16 (c % 4), 16 (c % 4) + 16) of word c / 4 (docs/dev/decisions/0011-rounding-draws-by-splitmix.md).
 //
 // Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 #pragma once

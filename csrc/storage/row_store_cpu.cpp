@@ -155,7 +155,7 @@ uint64_t page_bytes() {
 }
 
 // Asks the system to read the pages of rows that are mapped from files: it reads many at once, and a touch of a page
-// that is not in memory would wait for that page alone (docs/decisions/0043).
+// that is not in memory would wait for that page alone (docs/dev/decisions/0043).
 void ask_for_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns) {
   constexpr const char* op = "ask_for_rows";
   std::vector<uint64_t> pages;

@@ -1,4 +1,4 @@
-"""Gradients of a row that occurs often are summed in pieces of 256 ids (docs/decisions/0004).
+"""Gradients of a row that occurs often are summed in pieces of 256 ids (docs/dev/decisions/0004).
 
 The oracle adds in float32, one after the other, so the bits are fixed.
 """

@@ -175,7 +175,7 @@ def kernels(suffix: str) -> list[str]:
 
 # The core has these rooms, in this order; the files beside them are their ground. A plain header is
 # for kernels of any device, *_cpu.h for CPU kernels alone, and *_arguments.h checks the tensors of an op.
-# *_launch.cu lists the kernels that nvcc compiles (docs/decisions/0027).
+# *_launch.cu lists the kernels that nvcc compiles (docs/dev/decisions/0027).
 CORE_ROOMS = ("storage", "life", "ranks", "lookup")
 CORE_TEXTS = {
     path.relative_to(CORE).as_posix(): path.read_text() for path in sorted(CORE.rglob("*.*"))
@@ -269,7 +269,7 @@ def test_kernels_are_in_rooms():
     ]
 
 
-# A GPU's update marks its rows itself (docs/decisions/0041), and its maps grow at once.
+# A GPU's update marks its rows itself (docs/dev/decisions/0041), and its maps grow at once.
 ON_THE_CPU_ONLY = {"mark_new_", "ask_for_rows", "move_slots"}
 
 

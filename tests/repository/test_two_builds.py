@@ -1,4 +1,4 @@
-"""CUDA kernels are built twice (docs/decisions/0027); this is what a machine without a GPU can check."""
+"""CUDA kernels are built twice (docs/dev/decisions/0027); this is what a machine without a GPU can check."""
 
 import re
 import subprocess

@@ -42,7 +42,7 @@ def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str
             "tables with torchrec_dyn.serving."
         )
     if isinstance(env, ShardingEnv2D):
-        # docs/decisions/0029: TorchRec would not even find the rows, and its replicas would drift apart.
+        # docs/dev/decisions/0029: TorchRec would not even find the rows, and its replicas would drift apart.
         raise ValueError(
             f"{where}: expected DistributedModelParallel, got TorchRec's DMPCollection (2D parallelism). Its "
             "sync averages rows by their position, and replicas of a dynamic table have an id at different "

@@ -4,7 +4,7 @@ torch has a moment between backward and `step()`, in which gradients are added u
 by their norm, or divided by a loss scale. Row updates in backward leave none. A group with deferred updates
 keeps the gradient of each lookup's output with its ids. `step()` writes all of them in one update, in which
 the ids of a feature stand in the order of one large batch: so each row's sum has the bits of that batch
-(docs/decisions/0036).
+(docs/dev/decisions/0036).
 
 The forwards stay open until then, so the rows of removed ids are not reused. All forwards between two calls
 of `step()` belong to one step of the tables, and no eviction takes a row of which it counted an occurrence.

@@ -1,4 +1,4 @@
-"""Rows of a batch that are in mapped files: asked for before they are used (docs/decisions/0043).
+"""Rows of a batch that are in mapped files: asked for before they are used (docs/dev/decisions/0043).
 
 The system then reads the pages of a batch together, while the host goes on. Without it each page would be
 read when it is touched, one after the other. This is advice: rows that are asked for in vain, or not at all,

@@ -3,7 +3,7 @@
 These mistakes would train or save wrong rows in silence: several ranks use an unsharded collection as one
 model, TorchRec's sharder turns dynamic tables into static ones, two collections of a model have tables of one
 name, or torch gathers a state dict from the rows of one rank. Nothing but the caller tells these calls from
-harmless ones, so `_running` looks for the caller on the stack (docs/decisions/0025). A lookup in a
+harmless ones, so `_running` looks for the caller on the stack (docs/dev/decisions/0025). A lookup in a
 checkpointed function would count two steps.
 """
 

@@ -1,10 +1,10 @@
 """Memory of blocks of rows: ranges of a GPU's addresses, scratch files, advice about pages.
 
-On a GPU a block lies in a range of addresses, where it grows in place (docs/decisions/0028). Addresses are
+On a GPU a block lies in a range of addresses, where it grows in place (docs/dev/decisions/0028). Addresses are
 reserved for all rows that a block will ever have, and memory is committed by the page as rows are added. It
 is not torch's memory, so memory that torch keeps for later may be missing here.
 
-A scratch file (docs/decisions/0043) has no name from its first moment on (O_TMPFILE), so nobody can
+A scratch file (docs/dev/decisions/0043) has no name from its first moment on (O_TMPFILE), so nobody can
 truncate it, and it is gone with its process. Its space on the disk is taken before it is mapped: a write to
 a page can not find the disk full. Where a file system takes space anew for each write (btrfs), or is on
 another machine (NFS), this does not hold.

@@ -1,6 +1,6 @@
 """RowStore: rows of one kind (weights, or one optimizer state) in blocks that never move.
 
-A table grows by appending a block of 2^shift rows; no row is copied (docs/decisions/0002). A fresh block is
+A table grows by appending a block of 2^shift rows; no row is copied (docs/dev/decisions/0002). A fresh block is
 reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
 
 A GPU commits memory at once. There the last block grows in place, in a range of addresses (block_memory.py).
@@ -135,7 +135,7 @@ class RowStore:
 
         The blocks of a state with one number per row are smaller than a huge page; side by side they
         share huge pages. A CPU's blocks of a page or more are mapped: malloc would take them from its heap
-        once one was freed, and there memory is committed already, and stays (docs/decisions/0002).
+        once one was freed, and there memory is committed already, and stays (docs/dev/decisions/0002).
         """
         block_rows, count = 1 << self.shift, 1
         if self.is_cpu:  # elsewhere memory is committed at once

@@ -2,7 +2,7 @@
 
 A forward, the update of rows in a backward, and each call that reads or edits a table hold the lock of the
 collection. No code holds the lock while it waits for another rank or for another thread, or takes a second
-lock: so threads cannot wait for each other in a circle (docs/decisions/0026).
+lock: so threads cannot wait for each other in a circle (docs/dev/decisions/0026).
 """
 
 from __future__ import annotations
