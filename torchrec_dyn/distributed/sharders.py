@@ -128,8 +128,8 @@ class DynamicEmbeddingBagCollectionSharder(
     Args:
         fused_params: the optimizer of the rows and `output_dtype`, in the form of TorchRec's sharders. An
             optimizer set on a table's parameter has priority over them; they have priority over the
-            module's `fused_params`.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+            `fused_params` of the module.
+        qcomm_codecs_registry: TorchRec's codecs for quantized communication.
     """
 
     module_type = DynamicEmbeddingBagCollection
@@ -142,8 +142,8 @@ class DynamicEmbeddingCollectionSharder(
     """Shards sequence collections table-, row- and column-wise.
 
     Args:
-        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        fused_params: as in `DynamicEmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: TorchRec's codecs for quantized communication.
         use_index_dedup: True if a rank sends each distinct id of its batch once per table. Outputs are the
             same; gradients of repeats are summed before they are sent.
     """
@@ -211,8 +211,8 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
     type of module, which creates static tables only. Modules with static tables are sharded as by that one.
 
     Args:
-        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        fused_params: as in `DynamicEmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: TorchRec's codecs for quantized communication.
     """
 
     def __init__(
