@@ -85,10 +85,10 @@ class AdmitAfter:
 class AdmitWithProbability:
     """Admission policy: each occurrence of an unseen id in training admits it with probability `p`.
 
-    An id with k occurrences in a forward gets a row with probability 1 - (1 - p)^k. The draw is a function of
-    (seed, table name, id, step), so column shards and reruns make the same decision. A refused id reads as
-    `DynamicTableConfig.unseen` specifies, and training does not update it. The table stores nothing about a
-    refused id.
+    An id with k occurrences in a forward gets a row with probability 1 - (1 - p)^k. This takes a single draw,
+    a function of (seed, table name, id, step), so column shards and reruns make the same decision. A refused
+    id reads as `DynamicTableConfig.unseen` specifies, and training does not update it. The table stores
+    nothing about a refused id.
 
     Attributes:
         p: admission probability of one occurrence, above 0 and at most 1.
@@ -156,7 +156,7 @@ class LeastFrequentlyUsed:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LowestScore:
-    """Eviction policy: a full table evicts the ids with the lowest scores, which are sums of the user's weights.
+    """Eviction policy: a full table evicts the ids with the lowest scores, the sums of the user's weights.
 
     In training, each occurrence of an id adds its weight to the id's score. The weights are those of the
     KeyedJaggedTensor, even if the collection does not pool by them; a weighted collection also pools by them.

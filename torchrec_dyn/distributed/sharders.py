@@ -205,10 +205,11 @@ class StaticSequenceSharder(_StaticSharder[Any], EmbeddingCollectionSharder):
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedEmbeddingBagCollectionSharder
 ):
-    """Shards TorchRec's feature-processed collections, with dynamic tables or with static ones.
+    """Shards TorchRec's feature-processed collections, with dynamic or static tables.
 
     It supports all sharding types except data-parallel. Pass it instead of TorchRec's sharder for the same
-    type of module, which creates static tables only. Modules with static tables are sharded as by that one.
+    type of module, which creates static tables only. Modules with static tables are sharded as TorchRec's
+    sharder does.
 
     Args:
         fused_params: as in `DynamicEmbeddingBagCollectionSharder`.
@@ -296,14 +297,14 @@ def default_sharders(
 
     Args:
         fused_params: the optimizer of the rows of static and dynamic tables, in the form of TorchRec's
-            sharders. An optimizer set on a table's parameter has priority. What FBGEMM does not have, such as
-            `defer_updates` or ADAMW, is an error when a static table is sharded: for it pass TorchRec's
-            sharder for its type of module behind these, with `fused_params` of its own. In
-            feature-processed modules, which have one sharder for both, set the options on the collections
-            and pass `DynamicFeatureProcessedEmbeddingBagCollectionSharder()` behind these.
+            sharders. An optimizer set on a table's parameter has priority. Options that FBGEMM does not have,
+            such as `defer_updates` or ADAMW, are errors when a static table is sharded: append TorchRec's
+            sharder for that type of module to the list, with `fused_params` of its own. Feature-processed
+            modules have the same sharder for static and dynamic tables: set the options on their collections,
+            and append `DynamicFeatureProcessedEmbeddingBagCollectionSharder()` to the list.
 
     Raises:
-        ValueError: if `fused_params` are not a dict, or their `output_dtype` is not supported.
+        ValueError: if `fused_params` is not a dict, or its `output_dtype` is not supported.
     """
     check_fused_params(fused_params, "default_sharders")
 
