@@ -5,6 +5,7 @@ their anchors, ext/outside_links.py handles links out of this folder, ext/symbol
 to the API reference. Nothing is fetched from a network, neither by the build nor by the browser.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -48,6 +49,7 @@ autodoc_typehints_format = "short"
 toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+python_display_short_literal_types = True
 
 # Types in signatures. Types of torch, TorchRec and Python have no page here. Types of ours must have
 # one, except two abstract classes, of which only subclasses are public, and the table behind a handle.
@@ -81,11 +83,29 @@ def whole_property(docstring):
     return "", docstring._dedent(docstring._consume_to_end())
 
 
+signatures = {}  # of classes, as they are shown, by name
+lookup_annotation = GoogleDocstring._lookup_annotation
+
+
+def note_signature(app, what, name, obj, options, signature, return_annotation):
+    """Notes the signature of a class before its docstring is read."""
+    if what == "class":
+        signatures[name] = signature or ""
+
+
+def type_of_attribute(docstring, name):
+    """Returns the type of an attribute that the signature of its class does not show."""
+    is_shown = re.search(rf"\b{re.escape(name)}: ", signatures.get(docstring._name, ""))
+    return "" if is_shown else lookup_annotation(docstring, name)
+
+
 # Types are in the signatures. Napoleon has no option for this; its version is pinned (Makefile).
 GoogleDocstring._consume_returns_section = whole_section
 GoogleDocstring._consume_inline_attribute = whole_property
+GoogleDocstring._lookup_annotation = type_of_attribute
 
 
 def setup(app):
-    """Registers the rule for members."""
+    """Registers the rules for members and for types of attributes."""
     app.connect("autodoc-skip-member", skip_member)
+    app.connect("autodoc-process-signature", note_signature)
