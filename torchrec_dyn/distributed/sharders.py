@@ -243,7 +243,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         A dynamic collection of `module` is not changed; the processors become the sharded module's.
 
         Raises:
-            ValueError: if tables are dynamic, and one has LowestScore, a processor does not support spread
+            ValueError: for dynamic tables, if a table has LowestScore, a processor does not support spread
                 rows, or the plan is not valid; raised before anything is built.
         """
         place = device if device is not None else torch.device("cpu")
@@ -266,8 +266,8 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
             `sharded_module`, changed in place.
 
         Raises:
-            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
-                the new plan spreads rows and a processor does not support this, or the tables are static.
+            ValueError, RuntimeError: as in `DynamicEmbeddingBagCollectionSharder.reshard`; ValueError if the
+                new plan spreads rows and a processor does not support this, or the tables are static.
         """
         if not isinstance(sharded_module, ShardedDynamicFeatureProcessedEmbeddingBagCollection):
             raise ValueError(

@@ -330,13 +330,13 @@ class Table:
     # Reads of the whole table: of an unsharded one as above, else collective.
 
     def read_num_rows(self) -> int:
-        """Rows in use on all ranks. As `torchrec_dyn.read_num_rows`."""
+        """Rows in use on all ranks. Like `torchrec_dyn.read_num_rows`."""
         return sum(
             self._gather("num_rows", lambda: sum(shard.num_rows for shard in self._first_shards))
         )
 
     def read_ids(self) -> Tensor:
-        """Returns all ids of the table, [R] int64, on every rank. As `torchrec_dyn.read_ids`."""
+        """Returns all ids of the table, [R] int64, on every rank. Like `torchrec_dyn.read_ids`."""
         if self.group is None:
             return self.ids()
         held: list[Tensor] = []
@@ -356,7 +356,7 @@ class Table:
         return together[canonical_order(together)].to(self.device)
 
     def sample_ids(self, n: int, seed: int) -> Tensor:
-        """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
+        """Draws ids with a row, the same on every rank. Like `torchrec_dyn.sample_ids`."""
         if self.group is None:
             return self.shards[0].sample_ids(n, seed)
         first = self.layout.pieces[0].ranks
@@ -388,7 +388,7 @@ class Table:
         return ids.to(self.device)
 
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
+        """Reads rows by id. Like `torchrec_dyn.lookup_rows`."""
         if self.group is None:
             return self.lookup(ids)
         exchange = self._send("lookup", ids)
@@ -396,15 +396,15 @@ class Table:
         return exchange.return_rows(to_host(rows)), exchange.return_numbers(to_host(mask))
 
     def read_last_seen(self, ids: Tensor) -> Tensor:
-        """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
+        """Returns each id's last occurrence in training. Like `torchrec_dyn.read_last_seen`."""
         return self._first_numbers("last_seen", ids, self.last_seen)
 
     def read_counts(self, ids: Tensor) -> Tensor:
-        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`."""
+        """Returns each id's number of occurrences. Like `torchrec_dyn.read_counts`."""
         return self._first_numbers("count", ids, self.count)
 
     def read_stats(self) -> Stats:
-        """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
+        """Returns the counts of the whole table, the same on every rank. Like `torchrec_dyn.read_stats`."""
         if self.group is None:
             return self.stats()
         stats = self._gather("stats", lambda: [shard.stats() for shard in self.shards])

@@ -216,8 +216,8 @@ class GradScaler(TorchGradScaler):
         **options: other arguments of `torch.amp.GradScaler`.
 
     Raises:
-        ValueError: if `device` is neither cpu nor cuda; if the scaler is enabled, also if updates are not
-            deferred, `group` lacks ranks of the model, or the model has static tables that backward updates.
+        ValueError: if `device` is neither cpu nor cuda; for an enabled scaler, if updates are not deferred,
+            `group` lacks ranks of the model, or the model has static tables that backward updates.
     """
 
     def __init__(
