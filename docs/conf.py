@@ -95,8 +95,10 @@ def note_signature(app, what, name, obj, options, signature, return_annotation):
 
 def type_of_attribute(docstring, name):
     """Returns the type of an attribute that the signature of its class does not show."""
-    is_shown = re.search(rf"\b{re.escape(name)}: ", signatures.get(docstring._name, ""))
-    return "" if is_shown else lookup_annotation(docstring, name)
+    if re.search(rf"\b{re.escape(name)}: ", signatures.get(docstring._name, "")):
+        return ""
+    # A dotted name after ~ is shown without its module, as in signatures.
+    return re.sub(r"(?<![\w.])(?=\w+\.)", "~", lookup_annotation(docstring, name))
 
 
 # Types are in the signatures. Napoleon has no option for this; its version is pinned (Makefile).

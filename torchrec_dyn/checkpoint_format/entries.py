@@ -50,7 +50,7 @@ class Entry:
         world_size: number of ranks that saved.
         sums: the content sums of each table and of its optimizer state, as text, by key.
         extra: by name, True if the value fits any number of ranks: all ranks passed the same value, and it is
-            not the position in a source of each rank's own.
+            not a position in a source that belongs to a single rank.
         version: version of torchrec_dyn.
         plan: the sharding type of each table by name, or "unsharded"; for people to read.
         digests: BLAKE2b digests of the files without content sums, by path in the folder.

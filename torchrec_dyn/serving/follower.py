@@ -128,7 +128,7 @@ class Follower:
         return f"Follower({str(self.path)!r}, to={str(self.to)!r})"
 
     def poll(self) -> Followed | None:
-        """Serves the newest entry that follows what is served, if there is a newer entry.
+        """Serves the newest entry that follows what is served, unless it is served already.
 
         An entry older than what is served is never used. If the manifest of the served tables is lost, or one
         of their files is damaged, the newest full save and the deltas after it replace them, with a warning.
@@ -393,8 +393,8 @@ def follow(
 ) -> Iterator[Followed]:
     """Yields what is served, then each newer entry, without end, by polling a `Follower` every few seconds.
 
-    An entry that cannot be used, a fork, a full disk or too little memory gives a single warning. It is tried
-    again, at longer and longer intervals, while it lasts.
+    An entry that cannot be used, a fork, a full disk or too little memory gives a single warning. The
+    follower tries again, at longer and longer intervals, while the fault lasts.
 
     Args:
         path: the directory of `Checkpoints`.
