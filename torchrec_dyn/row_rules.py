@@ -29,7 +29,7 @@ class RuleState:
 
 
 class RowRule(ABC):
-    """An update rule of rows in Python. Subclass it, and give an object as `fused_params["optimizer"]`.
+    """An update rule of rows in Python. Subclass it, and pass an object as `fused_params["optimizer"]`.
 
     A checkpoint contains the names of the rule and of its states, never the class; loading it into a model
     with another rule is an error. Two objects are the same rule if their classes and attributes are equal;

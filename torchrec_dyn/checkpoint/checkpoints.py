@@ -196,8 +196,8 @@ class Checkpoints:
             ValueError: on every rank, if another job has written here since the last save or restore, the
                 ranks do not share the directory or pass different steps, the optimizer is not an optimizer of
                 TorchRec, or its state dict lacks some of its state.
-            RuntimeError: on every rank, if another job has the directory.
-            OSError: on every rank, if a file cannot be written, or for the reasons of `restore`.
+            RuntimeError: on every rank, if another job holds the directory.
+            OSError: on every rank, if a file cannot be written or the directory cannot be read.
         """
         saving = self._start(model, optimizer, step, extra or {}, full, in_background=False)
         saving.run()
@@ -495,9 +495,9 @@ class Checkpoints:
     ) -> Forgotten:
         """Removes ids from the model and from the directory. Collective.
 
-        Erases rows, optimizer state, scores and counters, saves the model in full, and removes all other
-        entries, including those of other branches. The dense part does not change, although these ids have
-        trained it.
+        Erases their rows, optimizer state, scores and counters, saves the model in full, and removes all
+        other entries, including those of other branches. The dense part does not change, although these ids
+        have trained it.
 
         Args:
             model: as in `save`.

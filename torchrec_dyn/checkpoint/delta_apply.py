@@ -49,8 +49,8 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     The copy may have another plan, other ranks or no sharding, and, as when loading a checkpoint, another
     dtype of rows and other policies. Tables are matched by name. Rows, optimizer state, scores, counters,
-    clock and steps change. Forwards from before the call cannot run their backward. It reads all rows of the
-    copy once. Collective if the tables are sharded.
+    clock and steps change. Forwards from before the call cannot run their backward. The call reads all rows
+    of the copy once. Collective if the tables are sharded.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.

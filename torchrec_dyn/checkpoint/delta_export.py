@@ -64,9 +64,10 @@ def mark(model: nn.Module) -> Marker:
     """Marks this point in training: from now on changes are recorded for `export_delta`.
 
     A delta since this marker leads from a checkpoint saved now to a checkpoint saved at the export of the
-    delta. It reads all rows once, or, on a CPU and if another marker exists, only the rows that have changed.
-    Recording takes 4 bytes per row, 8 per changed row and 12 per removed id; on a GPU it takes 8 bytes per
-    row. If the tables are sharded, all ranks call it between the same two steps; it does not communicate.
+    delta. The call reads all rows once; on a CPU, if another marker exists, it reads only the rows that have
+    changed. Recording takes 4 bytes per row, 8 per changed row and 12 per removed id; on a GPU it takes 8
+    bytes per row. If the tables are sharded, all ranks call `mark` between the same two steps; it does not
+    communicate.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.

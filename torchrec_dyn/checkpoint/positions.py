@@ -11,7 +11,7 @@ from torchrec_dyn.name_lists import listed
 
 
 class Positions:
-    """An iterable of batches that keeps the position behind the last trained batch.
+    """An iterable of batches that keeps the position after the last trained batch.
 
     Pipelines and the workers of a loader take batches before they are trained, so the position of a source is
     ahead of training. This object records the position after each batch that it yields. Call `step` when the
@@ -78,7 +78,7 @@ class Positions:
         self.batches += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position behind the last trained batch."""
+        """Returns the position after the last trained batch."""
         return {
             "batches": self.batches,
             "source": self._position,

@@ -66,7 +66,7 @@ def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> S
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
-        table: name or key of the tables to open (no table if none has it); None: all tables.
+        table: name or key of the tables to open, of which there may be none; None: all tables.
 
     Returns:
         The checkpoint and its tables.

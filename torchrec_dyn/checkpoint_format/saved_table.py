@@ -120,16 +120,16 @@ class SavedTable:
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Names of the saved tensors by row, which have a row for each id."""
+        """Names of the saved per-row tensors, which have a row for each id."""
         return tuple(name for name in ROW_TENSORS if name in self._tensors)
 
     @property
     def row_keys(self) -> set[str]:
-        """Keys in the checkpoint of the tensors by row, including optimizer state."""
+        """Keys of the per-row tensors in the checkpoint, including optimizer state."""
         return {self._tensors[name].key for name in self.row_names}
 
     def columns_of(self, name: str) -> int:
-        """Returns the number of columns of a saved tensor by row."""
+        """Returns the number of columns of a saved per-row tensor."""
         return math.prod(self._tensors[name].shape[1:])
 
     @property
@@ -160,7 +160,7 @@ class SavedTable:
         return self._ends[when]
 
     def read(self, name: str) -> Tensor:
-        """Reads and checks a whole tensor; for the small tensors that are not by row."""
+        """Reads and checks a whole tensor; meant for the small tensors that are not per row."""
         if name in ROW_TENSORS:
             tensor = self._tensor(name)
             return torch.cat([tensor.rows(0, 0), *(chunk[name] for chunk in self.chunks((name,)))])
@@ -174,7 +174,7 @@ class SavedTable:
     ) -> Iterator[dict[str, Tensor]]:
         """Yields rows in canonical order, chunk by chunk, and checks their content sums after the last chunk.
 
-        Do not rely on any chunk before the last.
+        Do not rely on any chunk until the iteration has ended without an error.
 
         Returns:
             Chunks, each with the same rows of all `names` and "ids": [M, D] or [M].
@@ -201,7 +201,7 @@ class SavedTable:
             pass
 
     def verify_small(self) -> None:
-        """Reads and checks the tensors that are not by row."""
+        """Reads and checks the tensors that are not per row."""
         for name in (*SMALL_TENSORS, "removed"):
             if name in self._tensors:
                 saved = self.read(name)
