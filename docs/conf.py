@@ -5,10 +5,11 @@ their anchors, ext/outside_links.py handles links out of this folder, ext/symbol
 to the API reference. Nothing is fetched from a network, neither by the build nor by the browser.
 """
 
+import re
 import sys
-import tomllib
 from pathlib import Path
 
+import tomllib
 from sphinx.ext.napoleon import GoogleDocstring
 
 import torchrec_dyn  # noqa: F401  imported by autodoc, FBGEMM would log each library that it loads
@@ -44,13 +45,13 @@ highlight_language = "none"
 # Docstrings: Google style, single backticks are code.
 default_role = "literal"
 napoleon_numpy_docstring = False
-napoleon_attr_annotations = False  # fields have their types in the signature
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_typehints_format = "short"
 toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+python_display_short_literal_types = True
 
 # Types in signatures. Types of torch, TorchRec and Python have no page here. Types of ours must have
 # one, except two abstract classes, of which only subclasses are public, and the table behind a handle.
@@ -84,11 +85,31 @@ def whole_property(docstring):
     return "", docstring._dedent(docstring._consume_to_end())
 
 
+signatures = {}  # of classes, as they are shown, by name
+lookup_annotation = GoogleDocstring._lookup_annotation
+
+
+def note_signature(app, what, name, obj, options, signature, return_annotation):
+    """Notes the signature of a class before its docstring is read."""
+    if what == "class":
+        signatures[name] = signature or ""
+
+
+def type_of_attribute(docstring, name):
+    """Returns the type of an attribute that the signature of its class does not show."""
+    if re.search(rf"\b{re.escape(name)}: ", signatures.get(docstring._name, "")):
+        return ""
+    # A dotted name after ~ is shown without its module, as in signatures.
+    return re.sub(r"(?<![\w.])(?=\w+\.)", "~", lookup_annotation(docstring, name))
+
+
 # Types are in the signatures. Napoleon has no option for this; its version is pinned (Makefile).
 GoogleDocstring._consume_returns_section = whole_section
 GoogleDocstring._consume_inline_attribute = whole_property
+GoogleDocstring._lookup_annotation = type_of_attribute
 
 
 def setup(app):
-    """Registers the rule for members."""
+    """Registers the rules for members and for types of attributes."""
     app.connect("autodoc-skip-member", skip_member)
+    app.connect("autodoc-process-signature", note_signature)

@@ -65,7 +65,7 @@ def _arguments() -> argparse.ArgumentParser:
     program = "python -m torchrec_dyn"
     parser = argparse.ArgumentParser(
         prog=program,
-        description="Dynamic tables.",
+        description="Tools for checkpoints and served files of dynamic tables.",
         epilog="\n  ".join(["examples:", *(f"{program} {example}" for example in EXAMPLES)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,41 +73,48 @@ def _arguments() -> argparse.ArgumentParser:
     inspect = commands.add_parser(
         "inspect",
         help="print the contents of a checkpoint or a delta",
-        description="Prints for each dynamic table of a checkpoint or delta: rows, initializer, "
-        "optimizer, fingerprint (the same for the same contents under any plan), and the norms, ages and "
-        "counts of its rows. A checkpoint's .metadata is a pickle: open only files that you trust.",
-        epilog="Exit status: 0 fine; 1 torn, damaged or no checkpoint; 2 wrong usage.",
+        description="Prints, for each dynamic table of a checkpoint or delta, its rows, initializer, "
+        "optimizer and fingerprint (equal contents have the same fingerprint under any plan), and the norms, "
+        "ages and counts of its rows. A checkpoint's .metadata is a pickle: open only files that you trust.",
+        epilog="Exit status: 0 no fault; 1 torn, damaged or not a checkpoint; 2 wrong usage.",
     )
     inspect.add_argument("path", type=Path, help="directory of the checkpoint or delta")
-    inspect.add_argument("--verify", action="store_true", help="read everything and check it")
-    inspect.add_argument("--plot", type=Path, metavar="out.png", help="draw the histograms too")
+    inspect.add_argument("--verify", action="store_true", help="read and check everything")
+    inspect.add_argument(
+        "--plot", type=Path, metavar="out.png", help="also plot the histograms to this file"
+    )
     inspect.set_defaults(
         run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify, chosen.plot)
     )
     diff = commands.add_parser(
         "diff",
         help="print what differs between two checkpoints, deltas or runs",
-        description="Compares the dynamic tables of two checkpoints, or of two deltas, number by number, "
-        "whatever their plans: ids that only one has, rows that differ by tensor, and ranges of their ids. "
-        "Of two directories of Checkpoints: the first step at which the runs differ.",
+        description="Compares the dynamic tables of two checkpoints or two deltas number by number, whatever "
+        "their plans, and prints the ids that only one side has, the numbers of rows that differ in each "
+        "tensor, and the ranges of their ids. For two directories of Checkpoints, prints the first step at "
+        "which the runs differ.",
         epilog="Exit status: 0 equal, bit for bit; 1 different; 2 torn, damaged or wrong usage.",
     )
     diff.add_argument("first", type=Path, help="directory of a checkpoint, a delta or a run")
-    diff.add_argument("second", type=Path, help="directory of another")
+    diff.add_argument("second", type=Path, help="directory to compare it with, of the same kind")
     diff.set_defaults(
         run=lambda chosen: not print_difference(chosen.first, chosen.second), failed=_IS_WRONG
     )
-    _add_verify(commands.add_parser("verify", help="read files completely and check them"))
-    _add_follow(commands.add_parser("follow", help="keep served tables at the newest checkpoint"))
+    _add_verify(
+        commands.add_parser("verify", help="read and check all bytes of saved or served files")
+    )
+    _add_follow(
+        commands.add_parser("follow", help="keep served tables up to date with a training job")
+    )
     _add_export(commands.add_parser("export", help="write a table to Parquet or Arrow"))
     _add_size(commands.add_parser("size", help="print the memory that a table needs"))
     report = commands.add_parser(
         "doctor",
         help="print versions, machine and build for a bug report",
-        description="Prints for a bug report: versions, the trio, CPU level, nvcc, GPUs, what the extension "
-        "has kernels for, and what is wrong. Where the package cannot be imported, run the file "
-        "tools/doctor.py of the package: the error says how.",
-        epilog="Exit status: 0 nothing is wrong; 1 something is.",
+        description="Prints what a bug report needs: versions, the trio of torchrec, torch and fbgemm, CPU "
+        "level, nvcc, GPUs, the devices that the extension has kernels for, and any faults found. If the "
+        "package cannot be imported, run its file tools/doctor.py: the import error says how.",
+        epilog="Exit status: 0 no fault; 1 faults found.",
     )
     report.set_defaults(run=lambda _: print_report())
     return parser
@@ -116,8 +123,8 @@ def _arguments() -> argparse.ArgumentParser:
 def _add_verify(verify: argparse.ArgumentParser) -> None:
     verify.description = (
         "Reads all bytes of a checkpoint, a delta, a directory of served tables or a .safetensors file that "
-        "torchrec_dyn wrote, and checks them against the sums that were written with them. It may run beside "
-        "serving. The sums show accidents, not forgery."
+        "torchrec_dyn wrote, and checks them against the sums written with them. It may run during serving. "
+        "The sums detect accidental damage, not forgery."
     )
     verify.epilog = "Exit status: 0 no damage; 1 torn, damaged or without sums; 2 wrong usage."
     verify.add_argument("path", type=Path, help="the directory or file")
@@ -138,8 +145,8 @@ def _verify(chosen: argparse.Namespace) -> None:
 def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.description = (
         "Keeps a directory of served tables at the newest entry of a directory of torchrec_dyn's "
-        "Checkpoints, and prints a line for each new generation. Serving collections change to it at "
-        "their refresh()."
+        "Checkpoints, and prints a line for each new generation. Serving collections switch to it at "
+        "their next refresh()."
     )
     follow.epilog = (
         "Exit status of --once: 0 the newest entry is served; 1 it is not, or cannot be."
@@ -150,13 +157,13 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
         "--every",
         type=_from(0.0, 1e9, "seconds from 0 to 10^9"),
         default=1.0,
-        help="seconds between two looks; default: 1",
+        help="seconds between two checks; default: 1",
     )
     follow.add_argument("--once", action="store_true", help="end when the newest entry is served")
     follow.add_argument(
         "--dtype",
         choices=[*_SERVED],
-        help="of the served rows; default: as served, float32 at first",
+        help="dtype of the served rows; default: the present dtype, float32 at first",
     )
     follow.add_argument(
         "--forks",
@@ -201,42 +208,48 @@ def _print_followed(followed: serving.Followed) -> None:
 
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.description = (
-        "Writes the rows of a saved table to a file of Parquet or Arrow, with a few row groups in memory at "
-        "a time: of a checkpoint, or of a directory of torchrec_dyn's Checkpoints at a step. The rows are "
-        "checked as they are read; the file gets its name when it is complete. A checkpoint's .metadata is a "
+        "Writes the rows of a saved table to a Parquet or Arrow file, with a few row groups in memory at a "
+        "time, from a checkpoint or from a step of a directory of torchrec_dyn's Checkpoints. The rows are "
+        "checked as they are read; the file gets its name once it is complete. A checkpoint's .metadata is a "
         "pickle: open only files that you trust."
     )
     export.epilog = (
-        "Exit status: 0 written; 1 torn, damaged, no such table or no room; 2 wrong usage."
+        "Exit status: 0 written; 1 torn, damaged, no such table or no disk space; 2 wrong usage."
     )
-    export.add_argument("path", type=Path, help="directory of the checkpoint, or of Checkpoints")
+    export.add_argument("path", type=Path, help="directory of a checkpoint, or of Checkpoints")
     export.add_argument("--table", help="name or key of the table; default: the only table")
-    export.add_argument("--to", type=Path, required=True, help="the file; .parquet or .arrow")
-    export.add_argument("--step", type=int, help="step of an entry; default: the newest")
     export.add_argument(
-        "--ids", type=_ids, metavar="LO:HI", help="ids from LO to HI - 1; each may be left out"
+        "--to", type=Path, required=True, help="the file to write, *.parquet or *.arrow"
+    )
+    export.add_argument(
+        "--step", type=int, help="step of an entry of Checkpoints; default: the newest entry"
+    )
+    export.add_argument(
+        "--ids", type=_ids, metavar="LO:HI", help="ids from LO to HI - 1; either may be left out"
     )
     export.add_argument(
         "--columns",
         type=lambda text: text.split(","),
         metavar="A,B",
-        help="default: id,row and, with a policy, last_seen,count; also last_seen_time, momentum1, momentum2 "
-        "and row_counter",
+        help="columns to write; default: id,row and, with a policy, last_seen,count; others: last_seen_time, "
+        "momentum1, momentum2, row_counter",
     )
     export.add_argument(
         "--waiting",
         action="store_true",
-        help="the ids that wait for admission, in place of the rows",
+        help="write the ids that wait for admission instead of the rows",
     )
     export.add_argument(
-        "--format", choices=("parquet", "arrow"), help="default: by the end of the name"
+        "--format",
+        choices=("parquet", "arrow"),
+        help="file format; default: by the suffix of the file",
     )
     export.add_argument(
         "--row-group",
         type=_count,
         default=BATCH_BYTES,
         metavar="BYTES",
-        help=f"most bytes of a row group before compression; default: {BATCH_BYTES:_}",
+        help=f"maximum bytes of a row group before compression; default: {BATCH_BYTES:_}",
     )
     export.set_defaults(run=_export)
 
@@ -269,29 +282,38 @@ def _ids(text: str) -> range:
 
 def _add_size(size: argparse.ArgumentParser) -> None:
     size.description = (
-        "Prints an upper bound of the memory of a table on the CPU, in MiB (2^20 bytes). A table-wise table "
-        "is one shard. row_wise: --row-ranks is the number of ranks. column_wise: --column-shards. "
-        "table_row_wise: --row-ranks is the ranks of a node. grid_shard: both."
+        "Prints an upper bound of the memory of a table on the CPU, in MiB (2^20 bytes). By default the "
+        "table is a single shard (table_wise). row_wise: set --row-ranks to the number of ranks. "
+        "column_wise: set --column-shards. table_row_wise: set --row-ranks to the number of ranks of a node. "
+        "grid_shard: set both."
     )
-    size.add_argument("rows", type=_count, help="ids with a row, over all ranks, e.g. 50_000_000")
-    size.add_argument("columns", type=_count, help="embedding_dim")
-    size.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+    size.add_argument(
+        "rows", type=_count, help="number of ids with a row, over all ranks, e.g. 50_000_000"
+    )
+    size.add_argument("columns", type=_count, help="embedding_dim of the table")
+    size.add_argument(
+        "--dtype", choices=_DTYPES, default="float32", help="dtype of the rows; default: float32"
+    )
     size.add_argument(
         "--optimizer",
         choices=[kind.name for kind in OptimizerKind],
         default="EXACT_ROWWISE_ADAGRAD",
-        help="default: EXACT_ROWWISE_ADAGRAD",
+        help="update rule of the rows; default: EXACT_ROWWISE_ADAGRAD",
     )
-    size.add_argument("--row-ranks", type=_count, default=1, help="ranks that share the rows")
-    size.add_argument("--column-shards", type=_count, default=1, help="pieces of the columns")
     size.add_argument(
-        "--policy", action="store_true", help="admission or eviction: rows have scores"
+        "--row-ranks", type=_count, default=1, help="number of ranks that share the rows"
+    )
+    size.add_argument("--column-shards", type=_count, default=1, help="number of column shards")
+    size.add_argument(
+        "--policy",
+        action="store_true",
+        help="the table has an admission or eviction policy: rows have scores",
     )
     size.add_argument(
         "--counters",
         type=_from(0, 2**53, "a number from 0 to 2^53"),
         default=0,
-        help="ids that wait for AdmitAfter; implies --policy",
+        help="number of ids that wait for AdmitAfter; implies --policy",
     )
     size.set_defaults(run=_print_size)
 

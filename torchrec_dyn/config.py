@@ -27,19 +27,20 @@ GradientReduction = Literal["mean_over_ranks", "mean_over_senders", "sum"]
 
 @dataclass(frozen=True)
 class FeatureUse:
-    """What training does with the ids of one feature of a table; by default what it does with all ids.
+    """How training uses the ids of one feature of a table: whether they insert, count and train.
 
-    Two features may have the same id in one batch: a row is given if one of them inserts, scored if one of
-    them counts, and updated with the gradients of those that train. Evaluation changes nothing anyway.
+    By default they do all three. If several features have the same id in a batch, the id gets a row if any of
+    them inserts; the row is scored if any of them counts, and updated with the gradients of those that train.
+    Evaluation changes nothing in any case.
 
     Attributes:
         feature: name of the feature.
-        inserts: True if an id without a row asks for one. If not, the id reads as `unseen` of the table
-            configures, gets no gradient and does not wait for admission, unless another feature of the same
+        inserts: True if an id without a row may get a row. If False, the id reads as the table's `unseen`
+            specifies, gets no gradient and does not wait for admission, unless another feature of the same
             batch inserts it.
-        counts: True if occurrences count: in the last_seen and count of a row, and for admission. If not, a
-            row that was not seen otherwise may expire, or be evicted in the very step that reads it: then
-            the id reads as unseen.
+        counts: True if occurrences count, in the last_seen and count of a row and for admission. If False, a
+            row that no other feature has seen may expire, or be evicted in the very step that reads it; the
+            id then reads as unseen.
         trains: True if gradients update the rows.
     """
 
@@ -66,29 +67,30 @@ class DynamicTableConfig:
     """Options of a dynamic table. Frozen, hashable, compared by value.
 
     Attributes:
-        initializer: distribution of fresh rows, which replaces the table config's init_fn; None: uniform
-            between its weight_init_min and weight_init_max, by default +-1/sqrt(num_embeddings).
+        initializer: distribution of initial rows, in place of the table config's init_fn; None: uniform
+            between the table config's weight_init_min and weight_init_max, by default
+            +-1/sqrt(num_embeddings).
         seed: seed of the initial rows, of the draws of AdmitWithProbability, and of stochastic rounding.
-            All of them depend on the table's name and on the id, too.
+            All of these also depend on the table's name and on the id.
         unseen: value of an id without a row, in evaluation and, until the id is admitted, in training:
             "zeros", or "initial" for the initial row that the id would get.
         admission: policy for unseen ids in training: AdmitAfter, AdmitWithProbability or Never;
             None: every unseen id gets a row.
         eviction: policy for removing rows: LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore when the
-            table is full, ExpireAfter by age, or a pair (ExpireAfter, and one of the others); None: no row
-            is evicted, and a full table is an error.
+            table is full, ExpireAfter by age, or a pair (ExpireAfter, another of these policies); None: no
+            row is evicted, and a full table is an error.
         gradient: reduction of an id's gradients over W ranks. Each rank sends the sum over its own
             occurrences of the id. "mean_over_ranks": sum over ranks / W, as in TorchRec;
             "mean_over_senders": sum / number of ranks whose batch has the id; "sum": the sum. Without
             sharding all three are the same.
-        on_nonfinite: what becomes of a row that an update would make NaN or infinite, in a weight, as it is
-            stored, or in a state of the optimizer. "write": the update is written, as in FBGEMM; "skip": the
-            row stays as it was; "error": no row of the table changes, nor of the tables that are updated with
-            it, and backward raises RuntimeError at its end, on a GPU the next forward. "skip" decides by
-            column shard. Rows that were not written are counted in stats()["nonfinite"].
-        features: the uses of features that do not insert, count or train, each feature at most once; a
-            feature without a use does all three.
-        storage: where the rows and their optimizer state are: None: in memory; MappedFiles(directory): in
+        on_nonfinite: what to do if an update would make a stored weight or the optimizer state of a row NaN
+            or infinite. "write": the update is written, as in FBGEMM. "skip": the row stays unchanged; this
+            is decided for each column shard. "error": no row changes in the table or in the tables that are
+            updated with it, and backward raises RuntimeError at its end (on a GPU, the next forward raises
+            it). stats()["nonfinite"] counts the rows that were not written.
+        features: a FeatureUse for each feature that does not insert, count or train, each feature at most
+            once; all other features do all three.
+        storage: where rows and their optimizer state are stored. None: in memory; MappedFiles(directory): in
             files on a disk, on the CPU only.
     """
 
@@ -162,13 +164,13 @@ def _check_features(features: tuple[FeatureUse, ...], where: str) -> None:
 
 @dataclass(frozen=True)
 class MappedFiles:
-    """Storage of a table on the CPU: its rows and optimizer state are in scratch files, mapped into memory.
+    """Storage for a table on the CPU: rows and optimizer state in scratch files that are mapped into memory.
 
     The operating system reads a page when a row in it is used, and writes it back; memory is its cache. The
-    id map, scores and counters stay in memory. Numbers, policies and checkpoints are those of a table in
-    memory. The files have no name: whatever ends the process, nothing is left on the disk.
+    id map, scores and counters stay in memory. Numbers, policies and checkpoints are the same as for a table
+    in memory. The files have no name, so nothing is left on the disk, however the process ends.
 
-    A disk that fails while a page is read ends the process by the signal SIGBUS, as bad memory would.
+    If the disk fails while a page is read, the signal SIGBUS ends the process, as it would for bad memory.
 
     Attributes:
         directory: an existing directory on ext4, xfs or tmpfs, the same path on each rank. Several ranks and

@@ -18,7 +18,7 @@ from torchrec_dyn.row_rules import RowRule, RuleState
 
 
 class OptimizerKind(enum.IntEnum):
-    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW, FTRL and ADAM_BY_ROW.
+    """Names of the update rules: those of FBGEMM's EmbOptimType, ADAMW, FTRL and ADAM_BY_ROW.
 
     ADAM_BY_ROW is ADAM with `use_rowwise_bias_correction`.
     """
@@ -116,22 +116,22 @@ PLACEMENT_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """An update rule and its hyper-parameters; the defaults are FBGEMM's.
+    """An update rule and its hyper-parameters, with FBGEMM's defaults.
 
     ADAMW is the rule of FBGEMM's ADAM, with torch's name and torch's defaults (docs/dev/decisions/0019).
-    ADAM_BY_ROW counts the updates of each row (`row_counter`) in place of the table's steps, so a row that
-    is assigned late is corrected as an early one was.
+    ADAM_BY_ROW counts the updates of each row (`row_counter`) in place of the table's steps, so its bias
+    correction is the same for early and late rows.
 
     Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
     fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h).
 
     Attributes:
         initial_accumulator_value: the sums of squares (`Rule.sums`) of a new row.
-        l1: of FTRL, as l2: the strengths of its regularization.
-        max_norm: the greatest norm of the columns of a row that a table holds, after its update; 0: any.
+        l1: strength of FTRL's L1 regularization; `l2` is that of its L2 regularization.
+        max_norm: the largest norm of the columns of a row in a table after its update; 0: no limit.
         gradient_clipping: True to clamp the gradient of the outputs to [-max_gradient, max_gradient].
-        own: a rule in Python. The core only adds up gradients for it, by EXACT_SGD, which is then `kind`.
-        defer_updates: True if `step()` of the fused optimizer updates the rows, not backward.
+        own: a rule in Python. The core then only sums the gradients, by EXACT_SGD, which is then the `kind`.
+        defer_updates: True if the fused optimizer's `step()` updates the rows, and not backward.
     """
 
     kind: OptimizerKind = OptimizerKind.EXACT_SGD
@@ -157,7 +157,7 @@ class RowOptimizer:
 
     @property
     def saved_name(self) -> str:
-        """The name in checkpoints. Optimizers of one name have the same states."""
+        """The name in checkpoints. Optimizers with the same name have the same states."""
         if self.own is None:
             return self.kind.name.lower()
         states = (
@@ -190,7 +190,7 @@ class RowOptimizer:
 
     @property
     def initial_states(self) -> tuple[float, ...]:
-        """For each of `state_names`: the number that a new row has in each column."""
+        """For each of `state_names`: the initial number in each column of a new row."""
         if self.own is not None:
             return tuple(state.initial for state in self.own.states.values())
         rule = self._rule
@@ -204,7 +204,7 @@ class RowOptimizer:
         return self._rule.counts_steps
 
     def state_columns(self, columns: int) -> tuple[int, ...]:
-        """Returns the width of each optimizer state for rows of `columns` columns."""
+        """Returns the number of columns of each optimizer state for rows of `columns` columns."""
         return tuple(1 if rowwise else columns for rowwise in self.state_is_rowwise)
 
     def hyper(self, learning_rate: float) -> list[float]:

@@ -48,22 +48,22 @@ class AdmitAfter:
     """Admission policy: an id gets a row after `count` occurrences in training.
 
     A forward first counts all occurrences of an id, including repeats and the occurrences on all ranks.
-    Then it decides once: if the total is at least `count`, the id gets a row, and every occurrence reads
-    this row. Until then the id waits: it reads as `DynamicTableConfig.unseen` specifies, and training
-    does not update it.
+    It then decides once: if the total is at least `count`, the id gets a row, which every occurrence reads.
+    Until then the id waits: it reads as `DynamicTableConfig.unseen` specifies, and training does not update
+    it.
 
     Each waiting id has a counter. Counters are exact as long as at most `counters` ids wait. If more ids
-    wait, the surplus or a 64th of `counters`, whichever is more, is dropped: first the ids that were
-    last seen longest ago, ties by the mixed id, unsigned. `stats()["counters_dropped"]` counts the
-    dropped counters. An id whose counter was dropped is counted from 0 again. So is a waiting id that the
-    table's `ExpireAfter` would expire if it had a row; `stats()["counters_expired"]` counts these.
+    wait, the surplus or a 64th of `counters`, whichever is more, is dropped, starting with the ids last seen
+    longest ago, with ties in the order of the mixed id, unsigned. `stats()["counters_dropped"]` counts the
+    dropped counters. An id whose counter was dropped is counted from 0 again. The same holds for a waiting id
+    that the table's `ExpireAfter` would expire if it had a row; `stats()["counters_expired"]` counts these.
 
     Attributes:
-        count: number of occurrences that admits an id; 1 admits an id at its first occurrence.
+        count: number of occurrences after which an id is admitted; 1: at its first occurrence.
         counters: maximum number of waiting ids, at most 60 bytes each. Ranks that share a table's rows share
             this number in the same way as the row limit. None: 4 times the rows in use before the step, at
-            least 65,536 and at most the table's row limit, each rank by its own rows and limit. Set a number
-            if one step may bring more ids without a row than the default.
+            least 65,536 and at most the table's row limit, by each rank's own rows and limit. Set a number if
+            a single step may have more ids without a row than the default.
     """
 
     count: int
@@ -85,10 +85,10 @@ class AdmitAfter:
 class AdmitWithProbability:
     """Admission policy: each occurrence of an unseen id in training admits it with probability `p`.
 
-    An id with k occurrences in a forward gets a row with probability 1 - (1 - p)^k. The single draw is a
-    function of (seed, table name, id, step), so column shards and reruns make the same decision. A
-    refused id reads as `DynamicTableConfig.unseen` specifies, and training does not update it. The table
-    stores nothing about a refused id.
+    An id with k occurrences in a forward gets a row with probability 1 - (1 - p)^k. This takes a single draw,
+    a function of (seed, table name, id, step), so column shards and reruns make the same decision. A refused
+    id reads as `DynamicTableConfig.unseen` specifies, and training does not update it. The table stores
+    nothing about a refused id.
 
     Attributes:
         p: admission probability of one occurrence, above 0 and at most 1.
@@ -108,10 +108,10 @@ class AdmitWithProbability:
 class Never:
     """Admission policy: training admits no id, so the vocabulary does not grow.
 
-    Rows are added by `assign` and by loading, and kept by sharding and conversion. These rows are trained
-    and scored as usual. An id without a row reads as `DynamicTableConfig.unseen` specifies, and training
-    does not update it; only `stats()["refused"]` counts its occurrences. Training does not restore an
-    evicted or erased row.
+    Only `assign` and loading add rows; sharding and conversion keep them. These rows are trained and scored
+    as usual. An id without a row reads as `DynamicTableConfig.unseen` specifies, and training does not update
+    it; only `stats()["refused"]` counts its occurrences. Training does not bring back an evicted or erased
+    row.
     """
 
 
@@ -133,10 +133,10 @@ class LeastFrequentlyUsed:
     unsigned. The order is exact over all rows of this rank. A full table frees the number of rows that
     the batch needs or a 64th of its limit, whichever is more. Ids of the batch are not evicted.
 
-    With a half-life the order is by the present number, in 256ths rounded down, which numbers from 2^24 on
-    share. An id's number is halved at the start of each half-life: at the steps, or the times, that are
-    multiples of it. When the id occurs again, the occurrences are added to its present number, rounded to
-    the nearest integer, a half up. Set at most one half-life.
+    With a half-life, the order is by the present number in 256ths, rounded down; all numbers from 2^24 on are
+    equal in this order. An id's number is halved at the start of each half-life, at the steps or times that
+    are multiples of it. When the id occurs again, the occurrences are added to its present number, rounded to
+    the nearest integer, half up. Set at most one half-life.
 
     Attributes:
         half_life_steps: half-life in training steps; None: no decay by steps.
@@ -156,19 +156,20 @@ class LeastFrequentlyUsed:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LowestScore:
-    """Eviction policy: a full table evicts the ids with the lowest scores, sums of the user's weights.
+    """Eviction policy: a full table evicts the ids with the lowest scores, the sums of the user's weights.
 
-    In training each occurrence of an id adds its weight in the batch to the id's score: the weights of the
-    KeyedJaggedTensor, even where the collection does not pool by them; in a weighted collection these are
-    the weights of its bags. A training batch must have weights, and they must be finite and not negative.
+    In training, each occurrence of an id adds its weight to the id's score. The weights are those of the
+    KeyedJaggedTensor, even if the collection does not pool by them; a weighted collection also pools by them.
+    A training batch must have weights, all finite and not negative.
 
-    Scores are integers, so that sums are exact and do not depend on an order: a weight adds weight / unit,
-    rounded to the nearest integer, a half to even, and at least 1. A score stays at 2^32 - 1 units. `count`
-    of a table returns it in units. With AdmitAfter the first score is the sum of the step that admits the id.
+    Scores are integers, so sums are exact and do not depend on an order: a weight adds weight / unit, rounded
+    to the nearest integer, half to even, and at least 1. A score does not grow above 2^32 - 1 units. A
+    table's `count` returns scores in units. With AdmitAfter, the first score is the sum over the step that
+    admits the id.
 
     Order: the score, then the mixed id, unsigned. The order is exact over all rows of this rank. A full table
     frees the number of rows that the batch needs or a 64th of its limit, whichever is more. Ids of the batch
-    are not evicted. A half-life is that of `LeastFrequentlyUsed`.
+    are not evicted. A half-life works as in `LeastFrequentlyUsed`.
 
     Attributes:
         unit: the weight of one unit, above 0.
@@ -197,7 +198,7 @@ class ExpireAfter:
     """Eviction policy: an id expires when training has not seen it for longer than an age.
 
     Set exactly one of `steps` and `time`. Expired rows are evicted at the start of a training forward, so
-    an id that occurs again after a longer gap gets a fresh row. A row of exactly this age stays.
+    an id that occurs again after a longer gap gets a fresh row. A row of exactly this age is kept.
 
     Attributes:
         steps: age in training steps.

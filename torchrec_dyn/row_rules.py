@@ -21,7 +21,7 @@ class RuleState:
 
     Attributes:
         rowwise: True for one number per row, False for one number per column.
-        initial: the number with which a new row begins.
+        initial: the number in a new row.
     """
 
     rowwise: bool = False
@@ -29,15 +29,15 @@ class RuleState:
 
 
 class RowRule(ABC):
-    """An update rule of rows in Python. Subclass it, and give an object as `fused_params["optimizer"]`.
+    """An update rule of rows in Python. Subclass it, and pass an object as `fused_params["optimizer"]`.
 
-    A checkpoint has the name of the rule and of its states, never the class: a load into a model with another
-    rule is an error. Two objects are the same rule if their classes and attributes are equal; attributes are
-    plain numbers.
+    A checkpoint contains the names of the rule and of its states, never the class; loading it into a model
+    with another rule is an error. Two objects are the same rule if their classes and attributes are equal;
+    attributes are plain numbers.
 
     Attributes:
-        name: name in checkpoints and messages.
-        states: the optimizer states by name, at most two.
+        name: name of the rule in checkpoints and messages.
+        states: at most two optimizer states, by name.
     """
 
     name: ClassVar[str] = ""
@@ -54,16 +54,16 @@ class RowRule(ABC):
     ) -> None:
         """Updates rows and states in place, without autograd.
 
-        Called once a step for each table, or column shard of one, whose rows have gradients. All ranks run
-        it for their own rows, so it must not communicate. A rule that treats each element alike has
-        the same bits under every plan; one that uses a whole row sees the columns of a column shard only.
+        It is called once per step for each table, or column shard of a table, whose rows have gradients. Each
+        rank runs it for its own rows, so it must not communicate. A rule that treats each element alike gives
+        the same bits under every plan; a rule that uses whole rows sees only the columns of its column shard.
 
         Args:
             rows: [M, columns] float32, the distinct rows of the step, in no particular order.
             grads: [M, columns] float32, the sum of each row's gradients.
             states: [M, columns] float32, or [M, 1] for a row-wise state, by name.
-            learning_rate: the present one.
-            step: number of training steps of the table, from 1.
+            learning_rate: the present learning rate.
+            step: number of training steps of the table, starting at 1.
         """
 
     def __eq__(self, other: object) -> bool:
@@ -78,7 +78,7 @@ class RowRule(ABC):
 
 
 class Lion(RowRule):
-    """Lion: the sign of a momentum, with decoupled weight decay. Trains with a tenth of Adam's learning rate.
+    """Lion: the sign of a momentum, with decoupled weight decay. Needs a tenth of Adam's learning rate.
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms", algorithm 2.
     """
@@ -105,9 +105,9 @@ class Lion(RowRule):
 
 
 class LarsSGD(RowRule):
-    """SGD with momentum, each row at a rate relative to its norm (FBGEMM's LARS_SGD).
+    """SGD with momentum and a learning rate for each row relative to the row's norm (FBGEMM's LARS_SGD).
 
-    The norms are those of the columns of a column shard.
+    Norms are over the columns of a column shard.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", equations 6 and 7.
     """

@@ -14,20 +14,20 @@ def hash_strings(strings: Iterable[Any]) -> Tensor:
     """Returns an id for each string: the 64 bits of its XXH3-64 with seed 0, read as a signed number.
 
     The same string has the same id in every process, version and program
-    (https://github.com/Cyan4973/xxHash). Of n different strings two or more share an id
-    with a probability of about n^2 / 2^65 (the birthday bound): 0.03 % for 10^8 strings, 2.7 % for 10^9.
+    (https://github.com/Cyan4973/xxHash). Among n different strings, the probability that any two share an id
+    is about n^2 / 2^65 (the birthday bound): 0.03 % for 10^8 strings, 2.7 % for 10^9.
 
     Args:
         strings: str or bytes, mixed or not: a list, an array of numpy or pyarrow (also chunked or
-            dictionary-encoded), a pandas Series, or another iterable. A str counts as its UTF-8 bytes.
-            A string in an array of numpy has no zeros at its end, unless the array is of objects.
+            dictionary-encoded), a pandas Series, or another iterable. A str is hashed as its UTF-8 bytes.
+            numpy drops zeros at the end of a string, except in arrays of objects.
 
     Returns:
         [N] int64 on the CPU, in the order of the strings; an array of several dimensions is read row by row.
 
     Raises:
         ImportError: if the package xxhash is not installed.
-        ValueError: if something is no string, such as None, or has no UTF-8 bytes.
+        ValueError: if an element is not a string, such as None, or cannot be encoded as UTF-8.
     """
     try:
         from xxhash import xxh3_64_intdigest

@@ -1,4 +1,4 @@
-"""The code of docs/guide/serve/publish.md serves rows and dense part of one entry, also if others are published."""
+"""The code of docs/guide/serve/publish.md serves rows and dense part of one entry while others are published."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints: load planner and deltas (docs/guide/save/checkpoints.md); a user also finds here files of rows.
+"""Checkpoints: load planner and deltas (docs/guide/save/checkpoints.md); also files of rows for users.
 
 Imports `tools`, `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`,
 `storage` and the ground. Start with `checkpoints`, then `delta_export` and `delta_apply`.

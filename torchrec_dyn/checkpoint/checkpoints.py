@@ -79,20 +79,20 @@ _SAME_STEP = "Save when all ranks have trained the same steps, and give their nu
 class Checkpoints:
     """A directory of checkpoints of one training job: full saves and deltas, with the dense part.
 
-    One job writes at a time; any number of processes may read. Each rank makes an object of its own. A call
-    that reads the directory raises OSError if the file system fails to list it. Folders without a commit file
-    are saves that were not finished: the next save removes them. Those that cannot be judged (a read error,
+    One job writes at a time; any number of processes may read. Each rank makes its own object. A call that
+    reads the directory raises OSError if the file system fails to list it. Folders without a commit file are
+    saves that were not finished: the next save removes them. Folders that cannot be judged (a read error,
     another format, not ours) are never removed and not counted.
 
     Args:
-        path: the directory, on a file system that all ranks see. The first save makes it. A relative path
-            is resolved here, once.
-        keep: number of full saves that are kept, with the deltas after them.
-        full_every: every `full_every`-th save is full, the others are deltas. 1: all are full, and no changes
-            of tables are recorded.
+        path: the directory, on a file system that all ranks share. The first save makes it. A relative path
+            is resolved once, in the constructor.
+        keep: number of full saves to keep, with the deltas after them.
+        full_every: every `full_every`-th save is full, the others are deltas. 1: all saves are full, and no
+            changes of tables are recorded.
 
     Raises:
-        ValueError: a number is below 1, or the path is a URL, has a zero byte, or is no path.
+        ValueError: if a number is below 1, or the path is a URL, has a zero byte, or is not a path.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, full_every: int = 1) -> None:
@@ -133,15 +133,15 @@ class Checkpoints:
         """Returns the newest entry of a step; not collective.
 
         Raises:
-            ValueError: no entry is of this step.
+            ValueError: if there is no entry of this step.
         """
         return read_chain(self.path).at(step)
 
     def line_of(self, entry: Entry) -> list[Entry]:
-        """Returns the full save and the deltas that lead to an entry, in order; not collective.
+        """Returns the full save and the deltas up to an entry, in order; not collective.
 
         Raises:
-            ValueError: one of them is missing.
+            ValueError: if one of them is missing.
         """
         line = read_chain(self.path).line_of(entry)
         if line is None:
@@ -152,10 +152,10 @@ class Checkpoints:
         return line
 
     def close(self) -> None:
-        """Waits for a save in the background, ends the recording of changes, and lets another job write.
+        """Waits for a background save, stops recording changes, and lets another job write.
 
         Raises:
-            OSError, RuntimeError: on every rank, if the save in the background failed.
+            OSError, RuntimeError: on every rank, if the background save failed.
         """
         try:
             if self._saving is not None:
@@ -175,17 +175,17 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         full: bool = False,
     ) -> Entry:
-        """Saves the model as it is now, and removes entries that are not kept. Collective.
+        """Saves the model as it is now, and removes entries that are no longer kept. Collective.
 
-        A save that fails leaves no entry; the next one has its changes, too.
+        A save that fails leaves no entry; the next save includes its changes.
 
         Args:
             model: DistributedModelParallel, or a module with dynamic tables in one process.
             optimizer: the optimizer of all parameters: `model.fused_optimizer`, or TorchRec's
-                CombinedOptimizer of it and the dense one.
-            step: number of the step, the same on every rank, for `restore` and `at`.
+                CombinedOptimizer of it and the dense optimizer.
+            step: step number, the same on every rank, for `restore` and `at`.
             extra: further values by name: objects with `state_dict` (a scheduler, a StatefulDataLoader,
-                `Positions`), or values that torch.load reads with `weights_only=True`. Each rank gives its
+                `Positions`), or values that torch.load reads with `weights_only=True`. Each rank passes its
                 own.
             full: True for a full save whatever `full_every` is.
 
@@ -194,10 +194,10 @@ class Checkpoints:
 
         Raises:
             ValueError: on every rank, if another job has written here since the last save or restore, the
-                ranks do not share the directory or give different steps, the optimizer is none of TorchRec's,
-                or its state dict lacks some of its state.
-            RuntimeError: on every rank, if another job has the directory.
-            OSError: on every rank, if a file cannot be written, or as of `restore`.
+                ranks do not share the directory or pass different steps, the optimizer is not an optimizer of
+                TorchRec, or its state dict lacks some of its state.
+            RuntimeError: on every rank, if another job holds the directory.
+            OSError: on every rank, if a file cannot be written or the directory cannot be read.
         """
         saving = self._start(model, optimizer, step, extra or {}, full, in_background=False)
         saving.run()
@@ -213,18 +213,18 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         full: bool = False,
     ) -> Saving:
-        """Saves the model as it is now, as `save`, but writes the files while training goes on. Collective.
+        """Saves the model as it is now, like `save`, but writes the files while training goes on. Collective.
 
-        The call returns when the rows that are to be saved are copied: of a full save all, of a delta those
-        that changed. The next call of `save`, `async_save`, `restore`, `forget` or `close` waits until the
-        files are written, and raises the error of the save on every rank. The arguments are those of `save`.
+        The call returns when the rows to save are copied: all rows for a full save, the changed rows for a
+        delta. The next call of `save`, `async_save`, `restore`, `forget` or `close` waits until the files are
+        written, and raises the error of the save on every rank. The arguments are those of `save`.
 
         Returns:
-            The save, which tells for how long the training waited.
+            The save, with the time for which training waited.
 
         Raises:
-            ValueError: on every rank, also if the model is not on all ranks of the default group.
-            OSError, RuntimeError: as of `save`, where it fails before files are written.
+            ValueError: on every rank, as in `save`, or if the model is not on all ranks of the default group.
+            OSError, RuntimeError: as in `save`, if it fails before files are written.
         """
         began = time.perf_counter()
         saving = self._start(model, optimizer, step, extra or {}, full, in_background=True)
@@ -388,32 +388,32 @@ class Checkpoints:
         allow_partial_load: bool = False,
         on_damage: str = "raise",
     ) -> Restored | None:
-        """Loads the newest entry, on any number of ranks under any plan. Collective.
+        """Loads the newest entry, on any number of ranks and under any plan. Collective.
 
         Rows are converted to the dtype of the table, and policies may differ. Gradients are dropped. The next
-        save continues its chain; it is full if the tables have changed.
+        save continues the chain of the entry; it is full if the tables have changed.
 
         Args:
             model: as in `save`.
             optimizer: as in `save`.
-            step: loads the newest entry of this step instead.
-            extra: objects with `load_state_dict`, by the names that were given to `save`; they are loaded,
-                too.
-            leave_out: names that were given to `save` whose values are not wanted back, such as those that
-                each of another number of ranks had of its own.
-            allow_partial_load: True to load the tables, parameters and optimizer state that are in the entry
-                and in the model; others of the model stay as they are.
-            on_damage: "raise": an entry that is damaged, or a newer folder that cannot be judged, is an error
-                that names the newest entry before it. "previous": that entry is loaded instead, no other.
+            step: step whose newest entry is loaded; None: the newest entry of the directory.
+            extra: objects with `load_state_dict` to load too, by the names that were given to `save`.
+            leave_out: names given to `save` whose values are not to be loaded, such as values that each rank
+                had of its own, saved on another number of ranks.
+            allow_partial_load: True to load only the tables, parameters and optimizer state that are both in
+                the entry and in the model; the rest of the model stays as it is.
+            on_damage: "raise": a damaged entry, or a newer folder that cannot be judged, is an error that
+                names the newest entry before it. "previous": that entry is loaded instead, but no earlier
+                entry.
 
         Returns:
             What was loaded; None if the directory has no entry.
 
         Raises:
-            ValueError: on every rank, if the entry is damaged or of another model, none is of the step, or if
-                values of `extra` that differed between ranks were saved on another number of ranks and are
-                not left out.
-            MemoryError, RuntimeError: on every rank, if a rank has no memory for the load.
+            ValueError: on every rank, if the entry is damaged or of another model, there is no entry of
+                `step`, or values of `extra` that differed between ranks were saved on another number of ranks
+                and are not left out.
+            MemoryError, RuntimeError: on every rank, if a rank has too little memory for the load.
             OSError: on every rank, if the directory cannot be read.
         """
         tables = tables_of(model, _RESTORE)
@@ -495,24 +495,25 @@ class Checkpoints:
     ) -> Forgotten:
         """Removes ids from the model and from the directory. Collective.
 
-        Rows, optimizer state, scores and counters are erased, the model is saved in full, and all other
-        entries are removed, also of other branches. The dense part stays as the ids have trained it.
+        Erases their rows, optimizer state, scores and counters, saves the model in full, and removes all
+        other entries, including those of other branches. The dense part does not change, although these ids
+        have trained it.
 
         Args:
             model: as in `save`.
             optimizer: as in `save`.
-            ids: by name of a table [M] int64; each rank may name others.
+            ids: ids by table name, [M] int64; each rank may pass different ids.
             step: as in `save`.
             extra: as in `save`.
 
         Returns:
-            Where each id was.
+            The places of each id before the call.
 
         Raises:
-            ValueError: on every rank, if there is no such table, ids are not [M] int64, or as of `save`;
+            ValueError: on every rank, if there is no such table, ids are not [M] int64, or as in `save`;
                 nothing has changed then.
-            RuntimeError, OSError: on every rank, as of `save`, or if a folder cannot be removed. Call it
-                again.
+            RuntimeError, OSError: on every rank, as in `save`, or if a folder cannot be removed. Call
+                `forget` again.
         """
         tables = tables_of(model, _FORGET)
         group, rank = tables[0].group, tables[0].rank
@@ -565,11 +566,11 @@ class Checkpoints:
         return Forgotten(entry, places_of(wanted, in_model, in_entries), unread, before)
 
     def prune(self) -> list[Path]:
-        """Removes what is no longer kept; not collective, for the job that writes.
+        """Removes folders that are no longer kept. Not collective; only for the job that writes.
 
-        The newest `keep` full saves stay, with all that came after the oldest of them. An entry from which
-        training was restored stays until `keep` full saves came after that. A save that failed to load is not
-        counted, and nothing is removed until `keep` full saves came after it.
+        The newest `keep` full saves stay, with all later entries. An entry from which training was restored
+        stays until there are `keep` full saves after the restore. A save that failed to load is not counted,
+        and nothing is removed until there are `keep` full saves after it.
 
         Returns:
             The folders that were removed.

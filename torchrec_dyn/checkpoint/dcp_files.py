@@ -189,10 +189,10 @@ class TableWriter(FileSystemWriter):
 
         dcp.save(state_dict, storage_writer=TableWriter(path))
 
-    A thread reads the next chunk of a table while one is written, so a save needs the memory of one chunk
-    more. Archives with rows of dynamic tables have no CRC-32, but with a GPU, where DCP writes in another
-    order than it reads. DCP and torch.load read them as others; a program that takes such an archive for a
-    zip file reports a wrong CRC-32.
+    A thread reads the next chunk of a table while the present chunk is written, so a save needs memory for
+    one more chunk. Archives with rows of dynamic tables have no CRC-32, except with a GPU, where DCP writes
+    in another order than it reads. DCP and torch.load read these archives as usual; a program that reads them
+    as zip files reports a wrong CRC-32.
     """
 
     files: Sequence[Path] = ()  # that the ranks have written; on rank 0

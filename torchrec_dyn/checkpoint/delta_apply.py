@@ -45,12 +45,12 @@ Sums = Mapping[str, int]
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Updates a copy of a model to the contents that the model had at the export of a delta.
+    """Updates a copy of a model to the contents of the model when a delta was exported.
 
-    The copy may have another plan, other ranks or no sharding; as at the load of a checkpoint it may have
-    another dtype of rows and other policies. Tables are matched by their names. Rows, optimizer state,
-    scores, counters, clock and steps change. Forwards from before the call cannot run their backward. Reads
-    all rows of the copy once. Collective where the tables are sharded.
+    The copy may have another plan, other ranks or no sharding, and, as when loading a checkpoint, another
+    dtype of rows and other policies. Tables are matched by name. Rows, optimizer state, scores, counters,
+    clock and steps change. Forwards from before the call cannot run their backward. The call reads all rows
+    of the copy once. Collective if the tables are sharded.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
@@ -60,8 +60,8 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: on every rank, if the delta is torn or damaged, or does not begin at the present contents
             of the copy (an earlier delta is missing, or this delta was applied already). Nothing has changed
             then.
-        RuntimeError: on every rank, if some rank fails in another way, as without memory. Nothing has changed
-            then.
+        RuntimeError: on every rank, if a rank fails in another way, e.g. for lack of memory. Nothing has
+            changed then.
     """
     tables = tables_of(model, _CALL)
     group = tables[0].group

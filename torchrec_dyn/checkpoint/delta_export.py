@@ -50,7 +50,7 @@ class _Marked:
 class Marker:
     """A point in a model's training. Changes after it are recorded as long as this object exists.
 
-    `mark` and `export_delta` return it; each rank has a marker of its own.
+    `mark` and `export_delta` return markers; each rank has its own.
     """
 
     def __init__(self, tables: dict[str, _Marked]) -> None:
@@ -64,9 +64,10 @@ def mark(model: nn.Module) -> Marker:
     """Marks this point in training: from now on changes are recorded for `export_delta`.
 
     A delta since this marker leads from a checkpoint saved now to a checkpoint saved at the export of the
-    delta. Reads all rows once; beside another marker, on a CPU, only the rows that have changed. Recording
-    takes 4 bytes a row, 8 for each changed row and 12 for each removed id, on a GPU 8 bytes a row. Where the
-    tables are sharded, all ranks call it between the same two steps; it does not communicate.
+    delta. The call reads all rows once; on a CPU, if another marker exists, it reads only the rows that have
+    changed. Recording takes 4 bytes per row, 8 per changed row and 12 per removed id; on a GPU it takes 8
+    bytes per row. If the tables are sharded, all ranks call `mark` between the same two steps; it does not
+    communicate.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
@@ -91,7 +92,7 @@ def _configs(table: Table) -> list[bytes]:
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
     """Writes the rows that changed since a marker, and the removed ids, for `apply_delta`.
 
-    On a CPU it reads the changed rows, on a GPU all rows. Collective where the tables are sharded; for an
+    On a CPU it reads the changed rows, on a GPU all rows. Collective if the tables are sharded; for an
     unsharded model, call it in one process. If it fails, `since` stays valid and no file is left.
 
     Args:
@@ -104,8 +105,8 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
 
     Raises:
         ValueError: on every rank, if the path is taken, the ranks do not share it, the marker is not of these
-            tables, or a table was converted, or loaded with another config, after the marker.
-        OSError: on every rank, if a file cannot be written, because the disk is full or fails.
+            tables, or after the marker a table was converted or was loaded with another config.
+        OSError: on every rank, if a file cannot be written because the disk is full or fails.
     """
     tables, prepared = tables_of(model, _CALL), []
     group = tables[0].group

@@ -148,12 +148,12 @@ def remove_older(before: Sequence[Entry], keep: int, entry: Entry) -> None:
 
 
 class Saving:
-    """A save that `Checkpoints.async_save` began, whose files are written while training goes on.
+    """A save begun by `Checkpoints.async_save`, whose files are written while training goes on.
 
     Attributes:
-        pause: seconds for which the training waited: for the save before, and for copies of the rows.
-        marker: the marker of the moment of the rows, if the next entry may be a delta.
-        entry: the entry; None before it is there.
+        pause: seconds for which training waited for the previous save and for the copies of the rows.
+        marker: the marker at the moment of the rows, if the next entry may be a delta.
+        entry: the entry; None until it exists.
         is_told: True if `result` has raised the error of the save.
     """
 
@@ -187,7 +187,7 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """True if the entry is there, or the save has failed."""
+        """True if the entry exists or the save has failed."""
         return self._write is None
 
     def wait(self) -> Saving:
@@ -197,7 +197,7 @@ class Saving:
         return self
 
     def result(self) -> Entry:
-        """Waits until the entry is there, and returns it.
+        """Waits until the entry exists, and returns it.
 
         Raises:
             OSError, RuntimeError: on every rank, if the save failed.

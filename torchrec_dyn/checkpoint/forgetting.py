@@ -28,10 +28,10 @@ class Forgotten:
     """The result of `Checkpoints.forget`.
 
     Attributes:
-        entry: the full save after it, the only entry that is left.
-        places: by table and id where the id was, as a row, a counter or a removed id: "the model" and names
-            of entries. It is in none of them now.
-        unread: names of entries that could not be searched, and why; they are removed, too.
+        entry: the full save after the removal, the only entry that is left.
+        places: by table and id, the places where the id was, as a row, a counter or a removed id: "the model"
+            and names of entries. The id is now in none of them.
+        unread: names of entries that could not be searched, and why; these entries are removed too.
         removed: the folders that were removed.
     """
 

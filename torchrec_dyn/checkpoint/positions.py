@@ -11,11 +11,11 @@ from torchrec_dyn.name_lists import listed
 
 
 class Positions:
-    """An iterable of batches that knows the position behind the last trained one.
+    """An iterable of batches that keeps the position after the last trained batch.
 
-    Pipelines and the workers of a loader pull batches before they are trained. So the position of a source is
-    ahead of the training. This object notes the position after each batch that it hands out, and `step` says
-    that the oldest of them was trained::
+    Pipelines and the workers of a loader take batches before they are trained, so the position of a source is
+    ahead of training. This object records the position after each batch that it yields. Call `step` when the
+    oldest of these batches has been trained::
 
         positions = Positions(loader)
         batches = iter(positions)
@@ -27,13 +27,12 @@ class Positions:
     begins with the first batch that was not trained.
 
     Args:
-        source: yields the same batches each time. If it has `state_dict` and `load_state_dict`, as
-            torchdata's StatefulDataLoader, these are its position; of another source the batches before the
-            position are read again and dropped.
-
+        source: an iterable that yields the same batches each time. If it has `state_dict` and
+            `load_state_dict`, like torchdata's StatefulDataLoader, these save and restore its position;
+            otherwise the batches before the position are read again and dropped.
         is_global: True if the n-th batches of all ranks together are the same on any number of ranks: each
-            rank takes its part of one global batch. Only then can the position be restored on another
-            number of ranks. False: each rank has a source of its own.
+            rank takes its part of a global batch. Only then can the position be restored on another number of
+            ranks. False: each rank has its own source.
 
     Attributes:
         batches: number of trained batches of this pass through the source.
@@ -65,10 +64,10 @@ class Positions:
         return self._source.state_dict() if self._is_stateful else None  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Notes that the oldest batch that was handed out is trained.
+        """Records that the oldest yielded batch is trained.
 
         Raises:
-            RuntimeError: all batches that were handed out are trained already.
+            RuntimeError: if all yielded batches are trained already.
         """
         if not self._ahead:
             raise RuntimeError(
@@ -79,7 +78,7 @@ class Positions:
         self.batches += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position behind the last trained batch."""
+        """Returns the position after the last trained batch."""
         return {
             "batches": self.batches,
             "source": self._position,
@@ -87,10 +86,10 @@ class Positions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position; the next iteration begins there.
+        """Sets the position; the next iteration begins there.
 
         Raises:
-            ValueError: the state is of another object.
+            ValueError: if the state is of another kind of object.
         """
         if not {"batches", "source"} <= state.keys():
             raise ValueError(

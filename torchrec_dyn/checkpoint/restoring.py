@@ -53,9 +53,9 @@ class Restored(NamedTuple):
 
     Attributes:
         step: the step that was given to `save`.
-        extra: the further values of this rank by name; of an object its state dict.
+        extra: the `extra` values of this rank by name; the state dict of an object.
         entry: the entry.
-        skipped: with `on_damage="previous"` a line for the newer entry that could not be loaded, and why.
+        skipped: with `on_damage="previous"`, a line with the newer entry that could not be loaded, and why.
     """
 
     step: int

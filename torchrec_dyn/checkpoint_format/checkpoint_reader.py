@@ -45,7 +45,7 @@ class SavedCheckpoint:
     Attributes:
         path: directory of the checkpoint.
         tables: tables by their key in the checkpoint, e.g. "model.sparse.ebc.embedding_bags.user".
-        ownerless: keys of optimizer states that belong to no table here, or may belong to several tables.
+        ownerless: keys of optimizer states that belong to no table here, or could belong to several tables.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class SavedCheckpoint:
 
     @property
     def is_delta(self) -> bool:
-        """True if the checkpoint holds changes only."""
+        """True if the checkpoint contains changes only."""
         return any(table.is_delta for table in self.tables.values())
 
 
@@ -62,17 +62,17 @@ def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> S
     """Finds the dynamic tables of a checkpoint and reads their configs.
 
     Model and optimizer state may have any keys in the saved state dict. Lengths of files and shapes are
-    checked here, configs and rows by their content sums when these are used.
+    checked here; configs and rows are checked by their content sums when they are read.
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
-        table: name or key of the tables to open, which are none if no table has it; None: all.
+        table: name or key of the tables to open, of which there may be none; None: all tables.
 
     Returns:
         The checkpoint and its tables.
 
     Raises:
-        ValueError: if the directory is no checkpoint, or it is torn, damaged or of another format.
+        ValueError: if the directory is not a checkpoint, or is torn, damaged or of another format.
         OSError: if a file cannot be read.
     """
     folder = Path(path)

@@ -43,19 +43,20 @@ class Entry:
         kind: "full" or "delta".
         sequence: number of the save; later saves have higher numbers.
         id: 32 hexadecimal digits, random.
-        parent: id of the save before; None for the first of a chain.
+        parent: id of the previous save; None for the first save of a chain.
         chain: id of the first save of the chain.
-        step: the step that the caller gave.
-        time: seconds since 1970 when the save began, with the rows of that moment.
+        step: the step that the caller passed.
+        time: start of the save in seconds since 1970; the rows are those of that moment.
         world_size: number of ranks that saved.
         sums: the content sums of each table and of its optimizer state, as text, by key.
-        extra: by name True if the value fits any number of ranks: all ranks gave the same, and it is no
-            position in a source that each rank has for itself.
+        extra: by name, True if the value fits any number of ranks: all ranks passed the same value, and it is
+            not a position in a source that belongs to a single rank.
         version: version of torchrec_dyn.
-        plan: by name the sharding type of each table, or "unsharded", to be read by people.
+        plan: the sharding type of each table by name, or "unsharded"; for people to read.
         digests: BLAKE2b digests of the files without content sums, by path in the folder.
-        has_failed: True if the last `restore` of it failed.
-        restored_at: highest sequence in the directory when it was restored; None if it was not.
+        has_failed: True if the last `restore` of the entry failed.
+        restored_at: highest sequence in the directory when the entry was restored; None if it was not
+            restored.
     """
 
     path: Path
@@ -82,12 +83,12 @@ class Entry:
 
     @property
     def tables(self) -> Path:
-        """Folder of the DCP checkpoint of the dynamic tables: all of them, or their changes (a delta)."""
+        """Folder of the DCP checkpoint of the dynamic tables: full tables, or their changes (a delta)."""
         return self.path / ("state" if self.is_full else "changes")
 
     @property
     def dense(self) -> Path:
-        """Folder of the DCP checkpoint of what is not of a dynamic table."""
+        """Folder of the DCP checkpoint of everything but the dynamic tables."""
         return self.path / "dense"
 
     def sums_by_tensor(self) -> dict[str, dict[str, int]]:
@@ -98,7 +99,7 @@ class Entry:
         }
 
     def extra_of(self, rank: int) -> Path:
-        """Returns the file of the further values of a rank."""
+        """Returns the file of the `extra` values of a rank."""
         return self.path / f"extra-{rank}.pt"
 
     def as_json(self) -> str:
@@ -109,7 +110,7 @@ class Entry:
         return json.dumps({**values, "digest": _digest_of(values)}, sort_keys=True)
 
     def check_file(self, name: str) -> None:
-        """Raises ValueError unless a file of the entry has its digest."""
+        """Raises ValueError unless a file of the entry matches its digest."""
         digest = digest_of_file(file_inside(self.path, name, DAMAGED))
         if digest != self.digests.get(name):
             raise ValueError(
@@ -117,12 +118,12 @@ class Entry:
             )
 
     def note_failed(self) -> None:
-        """Notes in the directory that a restore of the entry failed."""
+        """Records in the directory that a restore of the entry failed."""
         with suppress(OSError):  # readers may have a directory that they cannot write
             (self.path / _FAILED).touch()
 
     def note_restored(self, highest: int) -> None:
-        """Notes in the directory that the entry was restored when `highest` was the highest sequence."""
+        """Records in the directory that the entry was restored when `highest` was the highest sequence."""
         with suppress(OSError):
             (self.path / _FAILED).unlink(missing_ok=True)
             (self.path / _RESTORED).write_text(str(highest))

@@ -45,16 +45,16 @@ _LAST_KEY = torch.iinfo(torch.int64).max
 
 
 class SavedTable:
-    """One saved table of `open_checkpoint`, read in chunks.
+    """A saved table of `open_checkpoint`, read in chunks.
 
-    `sums` are the content sums to compare, by tensor; None: those of its checksums.
+    `sums` are the expected content sums by tensor; None: those saved with the table.
 
     Attributes:
         key: key of the table in the checkpoint, e.g. "model.sparse.ebc.embedding_bags.user".
         name: name of the table, e.g. "user".
         config: config of its rows: "embedding_dim", "initializer", "seed", ...
         optimizer: config of its optimizer state: "optimizer", "cuts"; None without optimizer state.
-        num_rows: R; of a delta, the number of changed rows.
+        num_rows: number of rows, R; for a delta, the number of changed rows.
         embedding_dim: number of columns, D.
         dtype: dtype of its rows.
     """
@@ -120,21 +120,21 @@ class SavedTable:
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Names of the saved tensors by row: these have one row for each id."""
+        """Names of the saved per-row tensors, which have a row for each id."""
         return tuple(name for name in ROW_TENSORS if name in self._tensors)
 
     @property
     def row_keys(self) -> set[str]:
-        """Keys of the tensors by row in the checkpoint, also of optimizer state."""
+        """Keys of the per-row tensors in the checkpoint, including optimizer state."""
         return {self._tensors[name].key for name in self.row_names}
 
     def columns_of(self, name: str) -> int:
-        """Returns the number of columns of a saved tensor by row."""
+        """Returns the number of columns of a saved per-row tensor."""
         return math.prod(self._tensors[name].shape[1:])
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of all tensors; "step", a single number, is not counted."""
+        """Number of bytes of all tensors, without "step", a single number."""
         return sum(
             saved.shape[0] * saved.row_bytes for saved in self._tensors.values() if saved.shape
         )
@@ -160,7 +160,7 @@ class SavedTable:
         return self._ends[when]
 
     def read(self, name: str) -> Tensor:
-        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small."""
+        """Reads and checks a whole tensor; meant for the small tensors that are not per row."""
         if name in ROW_TENSORS:
             tensor = self._tensor(name)
             return torch.cat([tensor.rows(0, 0), *(chunk[name] for chunk in self.chunks((name,)))])
@@ -172,9 +172,9 @@ class SavedTable:
     def chunks(
         self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Reads rows in canonical order, chunk by chunk, and checks their content sums after the last.
+        """Yields rows in canonical order, chunk by chunk, and checks their content sums after the last chunk.
 
-        Do not rely on any chunk before the last.
+        Do not rely on any chunk until the iteration has ended without an error.
 
         Returns:
             Chunks, each with the same rows of all `names` and "ids": [M, D] or [M].
@@ -182,15 +182,15 @@ class SavedTable:
         return MergedTable([self]).chunks(names, chunk_bytes)
 
     def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
-        """Reads rows [first, last), of some columns, and checks nothing: [rows, columns] or [rows]."""
+        """Reads rows [first, last) of the given columns without checks: [rows, columns] or [rows]."""
         return self._tensor(name).rows(first, last, columns)
 
     def place_of(self, name: str, mixed: int) -> int:
-        """Returns the first place of "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
+        """Returns the first place in "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
         return first_place(partial(self.ids, name), self.rows_of(name), mixed)
 
     def ids(self, name: str, first: int, last: int) -> Tensor:
-        """Returns the ids [M] at places [first, last) of "ids", "removed" or "waiting"."""
+        """Returns the ids [M] at places [first, last) in "ids", "removed" or "waiting"."""
         columns = slice(0, 1) if name == "waiting" else None
         return self.rows(name, first, last, columns).reshape(-1).contiguous()
 
@@ -201,7 +201,7 @@ class SavedTable:
             pass
 
     def verify_small(self) -> None:
-        """Reads and checks the tensors that are not by row."""
+        """Reads and checks the tensors that are not per row."""
         for name in (*SMALL_TENSORS, "removed"):
             if name in self._tensors:
                 saved = self.read(name)

@@ -303,14 +303,14 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
 
     @not_compiled
     def write(self, embeddings: KeyedJaggedTensor) -> None:
-        """Writes rows by id, as `torchrec_dyn.assign_rows`, for DistributedModelParallel.write. Collective.
+        """Writes rows by id, like `torchrec_dyn.assign_rows`, for DistributedModelParallel.write. Collective.
 
         Args:
             embeddings: for each output name of the tables with `enable_embedding_update` the ids [N] int64,
                 any number on each rank, and as weights their rows, [all ids, embedding_dim].
 
         Raises:
-            ValueError: on every rank, if the batch of a rank has other names, or no such rows.
+            ValueError: on every rank, if the batch of a rank has other names or invalid rows.
         """
         where = f"{self._shards.where}.write"
         given = run_together(

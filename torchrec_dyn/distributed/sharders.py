@@ -128,8 +128,8 @@ class DynamicEmbeddingBagCollectionSharder(
     Args:
         fused_params: the optimizer of the rows and `output_dtype`, in the form of TorchRec's sharders. An
             optimizer set on a table's parameter has priority over them; they have priority over the
-            module's `fused_params`.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+            `fused_params` of the module.
+        qcomm_codecs_registry: TorchRec's codecs for quantized communication.
     """
 
     module_type = DynamicEmbeddingBagCollection
@@ -142,8 +142,8 @@ class DynamicEmbeddingCollectionSharder(
     """Shards sequence collections table-, row- and column-wise.
 
     Args:
-        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        fused_params: as in `DynamicEmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: TorchRec's codecs for quantized communication.
         use_index_dedup: True if a rank sends each distinct id of its batch once per table. Outputs are the
             same; gradients of repeats are summed before they are sent.
     """
@@ -205,14 +205,15 @@ class StaticSequenceSharder(_StaticSharder[Any], EmbeddingCollectionSharder):
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedEmbeddingBagCollectionSharder
 ):
-    """Shards TorchRec's feature-processed collections, with dynamic tables or with static ones.
+    """Shards TorchRec's feature-processed collections, with dynamic or static tables.
 
     It supports all sharding types except data-parallel. Pass it instead of TorchRec's sharder for the same
-    type of module, which creates static tables only. Modules with static tables are sharded as by that one.
+    type of module, which creates static tables only. Modules with static tables are sharded as TorchRec's
+    sharder does.
 
     Args:
-        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        fused_params: as in `DynamicEmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: TorchRec's codecs for quantized communication.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         A dynamic collection of `module` is not changed; the processors become the sharded module's.
 
         Raises:
-            ValueError: if tables are dynamic, and one has LowestScore, a processor does not support spread
+            ValueError: for dynamic tables, if a table has LowestScore, a processor does not support spread
                 rows, or the plan is not valid; raised before anything is built.
         """
         place = device if device is not None else torch.device("cpu")
@@ -265,8 +266,8 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
             `sharded_module`, changed in place.
 
         Raises:
-            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
-                the new plan spreads rows and a processor does not support this, or the tables are static.
+            ValueError, RuntimeError: as in `DynamicEmbeddingBagCollectionSharder.reshard`; ValueError if the
+                new plan spreads rows and a processor does not support this, or the tables are static.
         """
         if not isinstance(sharded_module, ShardedDynamicFeatureProcessedEmbeddingBagCollection):
             raise ValueError(
@@ -296,14 +297,14 @@ def default_sharders(
 
     Args:
         fused_params: the optimizer of the rows of static and dynamic tables, in the form of TorchRec's
-            sharders. An optimizer set on a table's parameter has priority. What FBGEMM does not have, such as
-            `defer_updates` or ADAMW, is an error when a static table is sharded: for it pass TorchRec's
-            sharder for its type of module behind these, with `fused_params` of its own. In
-            feature-processed modules, which have one sharder for both, set the options on the collections
-            and pass `DynamicFeatureProcessedEmbeddingBagCollectionSharder()` behind these.
+            sharders. An optimizer set on a table's parameter has priority. Options that FBGEMM does not have,
+            such as `defer_updates` or ADAMW, are errors when a static table is sharded: append TorchRec's
+            sharder for that type of module to the list, with `fused_params` of its own. Feature-processed
+            modules have the same sharder for static and dynamic tables: set the options on their collections,
+            and append `DynamicFeatureProcessedEmbeddingBagCollectionSharder()` to the list.
 
     Raises:
-        ValueError: if `fused_params` are not a dict, or their `output_dtype` is not supported.
+        ValueError: if `fused_params` is not a dict, or its `output_dtype` is not supported.
     """
     check_fused_params(fused_params, "default_sharders")
 

@@ -69,7 +69,7 @@ class OneTable(nn.Module):
 
     @property
     def table(self) -> TableHandle:
-        """A handle on the table; for a sharded table it reads this rank's shard."""
+        """The handle of the table; for a sharded table it reads this rank's shard."""
         return self.collection.table(self.name)
 
     def set_time(self, time: int) -> None:
@@ -138,7 +138,7 @@ class DynamicEmbedding(OneTable):
 
         Returns:
             The rows, in the type of the ids: a tensor `[*shape, D]`; a JaggedTensor with the same lengths,
-            and the same weights if there are any; a nested tensor [bags, ids, D] with the same offsets.
+            and the same weights, if any; a nested tensor [bags, ids, D] with the same offsets.
 
         Raises:
             ValueError: if `ids` has another type or dtype.

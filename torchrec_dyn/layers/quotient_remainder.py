@@ -47,10 +47,10 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     """An embedding bag collection that combines two rows per id: pool(Q[id // m] op R[id mod m]).
 
     Ids are divided as unsigned numbers, so each int64 has its own pair (q, r): -1 is 2^64 - 1. The two rows
-    are combined before pooling, so each id has an embedding. Memory is saved if ids share quotients. Ids in
-    [0, V) do: V / m + m rows replace V rows. Ids that are spread over 64 bits do not: map them to a small
-    range first, e.g. `ids % (m * m)`. The outputs have the names and widths of an EmbeddingBagCollection
-    with the same configs.
+    are combined before pooling, so each id has an embedding. This saves memory if ids share quotients. Ids in
+    [0, V) do: V / m + m rows replace V rows. Ids spread over 64 bits do not; map them to a small range first,
+    e.g. `ids % (m * m)`. The outputs have the names and widths of an EmbeddingBagCollection with the same
+    configs.
 
     The dynamic tables `t_quotient` and `t_remainder` replace a table `t`. `rows[str(width)]` is the
     DynamicEmbeddingCollection of all tables of one width. Shard these collections with

@@ -44,9 +44,9 @@ def load_static(
 ) -> None:
     """Replaces the rows of a dynamic collection with the rows of a static collection's checkpoint.
 
-    Tables are found by name. Row-wise optimizer state that was saved under other column cuts is converted: a
-    shard gets the mean of the saved state over its columns. Collective on a sharded collection: every rank
-    must have access to the files.
+    Tables are found by name. Row-wise optimizer state saved under other column cuts is converted: a shard
+    gets the mean of the saved state over its columns. Collective on a sharded collection: every rank must
+    have access to the files.
 
     Args:
         collection: the dynamic collection, sharded or not, with the optimizer that trained the static tables.
@@ -55,14 +55,14 @@ def load_static(
             KeyedOptimizer. Open only files from a source that you trust: DCP's metadata is a pickle.
         fqn: path of the collection in the saved model; needed if several saved tables have the same name.
         with_optimizer: True to load optimizer state, False to start with fresh state.
-        step: number of training steps so far; None: the saved number. Needed for TorchRec's sharded Adam,
+        step: number of training steps so far; None: the saved number. Required for TorchRec's sharded Adam,
             which does not save it.
         optimizer_fqn: path of the collection in the saved optimizer, e.g. "sparse" for "ema.sparse", or
             "state.sparse" if there is a "tower.sparse" with the same tables. None: `fqn`.
 
     Raises:
         ValueError: on every rank, if the checkpoint does not fit; nothing has changed then.
-        RuntimeError: on every rank, if one rank failed in another way; nothing has changed then.
+        RuntimeError: on every rank, if a rank failed in another way; nothing has changed then.
     """
     tables = tables_in(collection, call="load_static")
     paths = fqn, fqn if optimizer_fqn is None else optimizer_fqn

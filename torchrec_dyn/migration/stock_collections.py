@@ -51,10 +51,10 @@ _Options: TypeAlias = DynamicTableConfig | Mapping[str, DynamicTableConfig] | No
 def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = None) -> Any:
     """Replaces each EmbeddingBagCollection and EmbeddingCollection of a model with a dynamic collection.
 
-    Call it before sharding. Tables keep their configs, and the optimizers that
-    `apply_optimizer_in_backward` set. Rows are not copied: a static table numbers its rows from 0 to
-    num_embeddings - 1, and these numbers are not raw ids. If the row numbers are the ids, copy the rows
-    with `collection.table(name).assign(ids, rows)`.
+    Call it before sharding. Tables keep their configs and the optimizers that `apply_optimizer_in_backward`
+    set. Rows are not copied: a static table numbers its rows from 0 to num_embeddings - 1, and these numbers
+    are not raw ids. If the row numbers are the ids, copy the rows with
+    `collection.table(name).assign(ids, rows)`.
 
     Args:
         model: the model; changed in place.
@@ -219,12 +219,13 @@ def from_static(
 
     The rows are equal bit for bit and keep the present dtype of the weights. Further training uses the
     rule, the state and the present learning rate of the optimizer that trained the rows: the optimizer
-    that `apply_optimizer_in_backward` set on a parameter, else `optimizer`. As always in TorchRec, a row
-    is updated only if it is in a batch; torch's Adam updates all rows at every step. Rows added later
-    start with the state of a new row, as `initial_accumulator_value`.
+    that `apply_optimizer_in_backward` set on a parameter, else `optimizer`. As always in TorchRec, a step
+    updates only the rows of its batch, whereas torch's Adam updates all rows at every step. Rows added later
+    start with the optimizer state of a new row, such as `initial_accumulator_value`.
 
     Args:
-        collection: unsharded collection on the CPU or a GPU, where the rows will be too; not changed.
+        collection: an unsharded collection on the CPU or a GPU, where the new rows will be too; it is not
+            changed.
         optimizer: the optimizer that trained the collection: plain, or TorchRec's keyed, wrapped or combined
             optimizer; None: fresh optimizer state, except for rows trained by an optimizer in backward.
         dynamic: options of the tables, one DynamicTableConfig for all tables or a dict by table name.

@@ -81,7 +81,7 @@ class UnshardedCollection(FusedOptimizerModule):
 
     @property
     def device(self) -> torch.device:
-        """The meta device, on which the placeholder parameters are: TorchRec then copies no rows itself."""
+        """The meta device of the placeholder parameters. With it, TorchRec copies no rows itself."""
         return torch.device("meta")
 
     @property
@@ -109,10 +109,10 @@ class UnshardedCollection(FusedOptimizerModule):
         """Sets the clock of policies that count in time for the next training forwards.
 
         Args:
-            time: an integer of 0 or more, in the unit of the policy, not before the time set last.
+            time: an integer of 0 or more, in the unit of the policy, not before the last time that was set.
 
         Raises:
-            ValueError: if `time` is not valid for the clock of some table; nothing has changed then.
+            ValueError: if `time` is not valid for the clock of a table; nothing has changed then.
         """
         set_clocks([table.rows() for table in self.unsharded_lookup.tables], time)
 
@@ -131,7 +131,7 @@ class UnshardedCollection(FusedOptimizerModule):
 
     @not_compiled
     def reset_parameters(self) -> None:
-        """Drops all rows: all ids are unseen again."""
+        """Drops all rows, so that all ids are unseen again."""
         for table in self.unsharded_lookup.tables:
             table.drop_rows()
 
@@ -214,8 +214,8 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
                 features.
 
         Returns:
-            The outputs by feature name ("feature@table" if several tables share the feature), with values
-            [ids of the feature, embedding_dim].
+            Outputs by feature name ("feature@table" if several tables share the feature), with values [ids of
+            the feature, embedding_dim].
 
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
@@ -305,7 +305,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 
     @forward_of_tables
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks up and pools.
+        """Looks up and pools rows.
 
         Args:
             features: bags of ids of at least this collection's features. If features differ in the number

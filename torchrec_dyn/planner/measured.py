@@ -30,16 +30,16 @@ _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")
 
 @dataclass
 class MeasuredConstraints(ParameterConstraints):
-    """TorchRec's constraints on a table, and its expected size.
+    """TorchRec's constraints on a table, with its expected size.
 
     The stock planner ignores the expected size; DynamicStorageEstimator uses it.
 
     Attributes:
         expected_rows: expected number of rows, over all ranks; None: the table's limit.
-        expected_counters: expected number of waiting ids, over all ranks; None: the maximum number.
+        expected_counters: expected number of waiting ids, over all ranks; None: the maximum.
 
     Raises:
-        ValueError: if a number is no integer, or rows are below 1 or counters below 0.
+        ValueError: if a number is not an integer, or rows are below 1 or counters below 0.
     """
 
     expected_rows: int | None = None
@@ -60,11 +60,11 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
     """Returns the stats of every dynamic table of a model, the same on every rank. Collective if sharded.
 
     Args:
-        model: a model with dynamic collections, or a collection; DistributedModelParallel or not.
+        model: a model with dynamic collections, or a collection, with or without DistributedModelParallel.
 
     Returns:
-        For each table name the stats of `torchrec_dyn.read_stats`, with two more entries: `features`, the
-        number of features that read the table, and `ranks`, the number of ranks with batches.
+        The stats of `torchrec_dyn.read_stats` by table name, with two more entries: `features`, the number of
+        features that read the table, and `ranks`, the number of ranks with batches.
 
     Raises:
         ValueError: if the model has no dynamic collection, or two tables have the same name.
@@ -90,7 +90,7 @@ def constraints_from(
     growth: float = 1.5,
     constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> dict[str, ParameterConstraints]:
-    """Returns constraints from measured stats, so that a plan uses the real load of each table.
+    """Returns constraints from measured stats, so that plans use the real load of each table.
 
     The number of ids per sample of a table becomes its `pooling_factors`. Ids are counted per table, so all
     features of a table get the same factor. The rows and the waiting ids of a table, multiplied by `growth`,
@@ -100,7 +100,7 @@ def constraints_from(
         stats: stats by table name, from `read_model_stats`.
         batch_size: samples per rank and forward while the stats were counted.
         growth: rows to plan for, as a multiple of the present rows.
-        constraints: the user's constraints by table name. All other fields are kept; `num_poolings` and
+        constraints: the user's constraints by table name. Their other fields are kept; `num_poolings` and
             `batch_sizes` are used for the pooling factors. Constraints on tables without stats do not change.
 
     Raises:
@@ -281,8 +281,8 @@ class PlanLoad:
 
     Attributes:
         bytes: bytes held by the shards of each rank.
-        lookups: rows looked up in the shards of each rank in one training forward; a lookup in a column
-            shard counts as the shard's part of a row.
+        lookups: rows looked up in the shards of each rank in one training forward; a lookup in a column shard
+            counts as the shard's fraction of a row.
     """
 
     bytes: tuple[float, ...]
@@ -290,12 +290,12 @@ class PlanLoad:
 
     @property
     def memory_imbalance(self) -> float:
-        """The bytes of the fullest rank divided by the mean; 1 is even."""
+        """The bytes of the fullest rank divided by the mean; 1 if even."""
         return imbalance(self.bytes)
 
     @property
     def traffic_imbalance(self) -> float:
-        """The lookups of the busiest rank divided by the mean; 1 is even."""
+        """The lookups of the busiest rank divided by the mean; 1 if even."""
         return imbalance(self.lookups)
 
 
@@ -311,16 +311,16 @@ def load_by_rank(
     """Returns the load of each rank under a plan, from measured stats.
 
     The present bytes of each table are divided among its shards in proportion to their rows and columns.
-    Each column shard has its own id map; the number of id maps is taken as at present, not as in the plan.
+    Each column shard has its own id map; the number of id maps is the present number, not that of the plan.
 
     Args:
-        plan: any plan, or the present plan of a model, `model.plan`. Tables without stats are ignored.
+        plan: any plan, e.g. the present plan of a model, `model.plan`. Tables without stats are ignored.
         stats: stats by table name, from `read_model_stats`.
         ranks: number of ranks of the plan.
 
     Raises:
-        ValueError: if the plan uses a rank outside of [0, ranks), a table's stats are incomplete, or an
-            argument is something else.
+        ValueError: if the plan uses a rank outside [0, ranks), the stats of a table are incomplete, or an
+            argument is of another type.
     """
     if not isinstance(plan, ShardingPlan):
         raise ValueError(
@@ -360,18 +360,19 @@ def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
 
 
 class EvenLoad(PerfModel):
-    """A rating of plans by the time of the slowest rank and by the imbalance of memory.
+    """Rates plans by the time of the slowest rank and by the imbalance of memory.
 
-    TorchRec's own model uses time only: it rates all placements of equally busy tables the same, even if
-    the tables have different sizes.
+    TorchRec's own performance model uses time only: all placements of equally busy tables have the same
+    rating, even if the tables have different sizes.
 
     Args:
         topology: the devices.
-        memory_weight: exponent of the memory imbalance, the fullest rank divided by the mean. 0 is TorchRec's
-            model. With 1, a plan with twice the imbalance has the same rating if it is twice as fast.
+        memory_weight: exponent of the memory imbalance, the bytes of the fullest rank divided by the mean. 0:
+            as in TorchRec's model. 1: a plan with twice the imbalance has the same rating if it is twice as
+            fast.
 
     Raises:
-        ValueError: if the weight is negative, or no finite number.
+        ValueError: if `memory_weight` is negative or not a finite number.
     """
 
     def __init__(self, topology: Topology, memory_weight: float = 0.5) -> None:

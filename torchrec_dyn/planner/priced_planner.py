@@ -138,24 +138,25 @@ def make_planner(
     deltas: bool = False,
     **options: Any,
 ) -> EmbeddingShardingPlanner:
-    """Returns TorchRec's planner, with storage priced by DynamicStorageEstimator.
+    """Returns TorchRec's planner with storage estimates of DynamicStorageEstimator.
 
-    Plans are rated by their slowest rank, as in TorchRec. With measured constraints (`constraints_from`)
-    they are also rated by their fullest rank, see EvenLoad. If no plan fits the memory, the PlannerError also
-    lists the largest tables.
+    Plans are rated by their slowest rank, as in TorchRec. With measured constraints (`constraints_from`), the
+    fullest rank is rated too; see EvenLoad. If no plan fits the memory, the PlannerError also lists the
+    largest tables.
 
     Args:
         topology: the devices.
         batch_size: samples per rank.
-        constraints: constraints by table name. GRID is offered only for tables whose constraints name it.
+        constraints: constraints by table name. GRID is considered only for tables whose constraints name it.
         expected_rows: expected rows by table name, see DynamicStorageEstimator.
-        deltas: True if deltas of the model are exported, see DynamicStorageEstimator.
+        deltas: True if deltas of the model will be exported, see DynamicStorageEstimator.
         **options: other arguments of EmbeddingShardingPlanner, except `enumerator`.
 
     Raises:
-        ValueError: if an argument is not valid. `plan` and, on every rank, `collective_plan` of the planner
-            raise it, too: if constraints of a dynamic table leave no sharding type or compute kernel that it
-            has, no table has a name of `expected_rows`, or a table cannot have so many rows.
+        ValueError: if an argument is not valid. The planner's `plan` and (on every rank) `collective_plan`
+            also raise it, if the constraints of a dynamic table leave no sharding type or compute kernel that
+            it supports, a name in `expected_rows` is not the name of a table, or a table cannot have so many
+            rows.
     """
     if not isinstance(topology, Topology):
         raise ValueError(
@@ -200,10 +201,10 @@ _CHOICES = ("proposer_type", "proposer_config", "partitioner_type", "performance
 def make_planner_provider(
     expected_rows: Mapping[str, int] | None = None, deltas: bool = False, **options: Any
 ) -> Any:
-    """Returns a provider for TorchRec's planner API whose planner is that of `make_planner`.
+    """Returns a provider for TorchRec's planner API that uses the planner of `make_planner`.
 
     Pass it to `DefaultPlannerExecutor(provider=...)` of `torchrec.distributed.planner.executor`. Batch size,
-    constraints, topology and storage reservation are those of the request.
+    constraints, topology and storage reservation are taken from the request.
 
     Args:
         expected_rows: as in `make_planner`.

@@ -65,30 +65,30 @@ def _checked_rows(expected_rows: object) -> dict[str, int]:
 
 
 class DynamicStorageEstimator(ShardEstimator):
-    """An estimator of storage: dynamic tables by their allocations, other tables as in TorchRec.
+    """A storage estimator: dynamic tables by their allocations, other tables as in TorchRec.
 
     A shard of a dynamic table is priced as full: id map, weights in the table's dtype and optimizer state at
-    this rank's row limit; with a policy the scores of the rows, and with AdmitAfter the maximum number of
-    counters for these rows. Rows and optimizer state in mapped files are not host memory: they count as `ssd`
-    where TorchRec's Storage has it, and their pages in memory count as nothing. Each column shard has its own
-    id map, rows, scores and counters. The memory of a batch (input and output of a step) is TorchRec's
-    estimate.
+    this rank's row limit, with a policy also the scores of the rows, and with AdmitAfter the maximum number
+    of counters for these rows. Rows and optimizer state in mapped files are not host memory: they count as
+    `ssd` if TorchRec's Storage has it, and their pages in memory are not counted. Each column shard has its
+    own id map, rows, scores and counters. For the memory of a batch (input and output of a step) TorchRec's
+    estimate is used.
 
     Args:
         topology: the devices.
         constraints: the planner's constraints by table name. Constraints of `constraints_from` have expected
-            rows and counters; the limits of the table bound them.
+            rows and counters, bounded by the limits of the table.
         pipeline_type: as in TorchRec's EmbeddingStorageEstimator.
         run_embedding_at_peak_memory: as in TorchRec's EmbeddingStorageEstimator.
         expected_rows: expected number of rows by table name, over all ranks. Use it for tables with far fewer
-            rows than `num_embeddings`: the limit reserves no memory, so it need not be priced. It
-            replaces the expected rows of the constraints, not their counters. The default of
-            AdmitAfter.counters follows these rows.
-        deltas: True to price the marks of rows, for models of which deltas are exported.
+            rows than `num_embeddings`: the limit reserves no memory, so it need not be priced. It replaces
+            the expected rows in the constraints, but not the expected counters. The default of
+            AdmitAfter.counters is computed from these rows.
+        deltas: True to price the record of changed rows, for models whose deltas are exported.
 
     Raises:
-        ValueError: if `constraints` or `expected_rows` is no dict of these, or a number in the second is no
-            integer or below 1; in `estimate`, if it is above the table's limit.
+        ValueError: if `constraints` or `expected_rows` is not such a dict, or a number of expected rows is
+            not an integer or below 1; in `estimate`, if it is above the table's limit.
     """
 
     def __init__(
@@ -243,26 +243,26 @@ def table_size(
     counters: int = 0,
     deltas: bool = False,
 ) -> TableSize:
-    """Returns an upper bound of the bytes of a TableShard with `rows` rows, part by part.
+    """Returns an upper bound of the bytes of a table's shard with `rows` rows, part by part.
 
     On the CPU the weights and the optimizer state are exact, because memory is committed when a row is
-    first written. A GPU commits pages of 2 MiB, and an eighth (at most 256 MiB) more than a store needs. The
-    id map is counted with its largest size up to this number of ids, growth included: 2 / MAX_LOAD slots per
-    row while it is small, 1.25 / MAX_LOAD later. A GPU has old and new slots in memory while a map grows:
-    3 / MAX_LOAD, later 2.25 / MAX_LOAD. The map of counters is counted in the same way. Not included:
-    withheld rows, counters above their limit before the surplus of a batch is dropped, the lists of rows to
-    evict next, and the removed ids that deltas need.
+    first written. A GPU commits pages of 2 MiB, and an eighth more than a store needs (at most 256 MiB more).
+    The id map is counted at its largest size on the way to this number of ids, including growth: 2 / MAX_LOAD
+    slots per row while it is small, 1.25 / MAX_LOAD later. A GPU has old and new slots in memory while the
+    map grows: 3 / MAX_LOAD, later 2.25 / MAX_LOAD. The map of counters is counted in the same way. Not
+    included: withheld rows, counters above their limit before the surplus of a batch is dropped, the lists of
+    rows to evict next, and the removed ids that deltas need.
 
     Args:
         rows: number of ids with a row.
         columns: columns of a row in this shard.
         dtype: dtype of the rows.
         optimizer: optimizer of the rows.
-        device_type: "cpu" or "cuda", or a device of these.
-        limit: the table's row limit, which decides the size of its blocks, `rows` or more; None: `rows`.
-        has_life: True if any policy is set, so that each row has a score.
+        device_type: "cpu" or "cuda", or a device of this type.
+        limit: the table's row limit, at least `rows`, which sets the size of its blocks; None: `rows`.
+        has_life: True if the table has a policy, so that each row has a score.
         counters: maximum number of waiting ids in this shard.
-        deltas: True if deltas are exported (`checkpoint.mark`), so that changed rows are recorded.
+        deltas: True if deltas will be exported (`checkpoint.mark`), so that changed rows are recorded.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -311,7 +311,7 @@ def table_size(
 
 
 def table_bytes(*arguments: Any, **named: Any) -> int:
-    """Returns `table_size(...).total`: an upper bound of the bytes of a shard, from the same arguments."""
+    """Returns `table_size(...).total`, an upper bound of the bytes of a shard, for the same arguments."""
     return table_size(*arguments, **named).total
 
 
@@ -325,7 +325,7 @@ def print_size(
     has_life: bool,
     counters: int,
 ) -> None:
-    """Prints the bytes of a table on the CPU: of one shard, and of all shards.
+    """Prints the bytes of one shard and of all shards of a table on the CPU.
 
     Args:
         rows: number of ids with a row, over all ranks.
@@ -333,7 +333,7 @@ def print_size(
         dtype: dtype of the rows.
         optimizer: optimizer of the rows.
         row_ranks: number of ranks that share the rows of a column shard.
-        column_shards: number of column shards, of about the same width.
+        column_shards: number of column shards, all of about the same width.
         has_life: True if any policy is set.
         counters: maximum number of waiting ids, over all ranks.
 

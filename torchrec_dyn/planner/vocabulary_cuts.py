@@ -27,10 +27,11 @@ class FairCuts:
 
     Attributes:
         rows: number of rows of each feature.
-        features: for each rank, its features in the order of their rows on the rank.
-        offsets: for each rank and each of its features, the begin of the feature's rows on the rank.
+        features: the features of each rank, in the order of their rows on the rank.
+        offsets: for each rank and each of its features, the row of the rank at which the feature's rows
+            begin.
         sizes: number of rows on each rank.
-        cuts: for each feature, the rows before which it is cut; empty for most features.
+        cuts: for each feature, the rows before which the feature is cut; empty for most features.
     """
 
     rows: tuple[int, ...]
@@ -40,10 +41,10 @@ class FairCuts:
     cuts: tuple[tuple[int, ...], ...]
 
     def owners(self, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rank of each row, and the number of the row on its rank.
+        """Returns the rank of each row and the row number on that rank.
 
         Args:
-            features: int64 numbers of features, in a shape that broadcasts with the shape of `rows`.
+            features: int64 feature numbers, in a shape that broadcasts with the shape of `rows`.
             rows: int64 rows of these features.
 
         Returns:
@@ -94,10 +95,10 @@ class FairCuts:
 def fair_cuts(rows: Sequence[int], ranks: int) -> FairCuts:
     """Returns cuts of vocabularies that put the same number of rows on every rank, for any vocabulary sizes.
 
-    The last rank also gets the remainder, up to ranks - 1 rows. No piece is empty.
+    The last rank also gets the remainder, at most ranks - 1 rows. No piece is empty.
 
     Args:
-        rows: number of rows of each feature; a feature without rows is on no rank.
+        rows: number of rows of each feature; a feature with 0 rows is on no rank.
         ranks: number of ranks that share the rows.
 
     Raises:
@@ -135,18 +136,19 @@ def whole_features(rows: Sequence[int], ranks: int, seed: int = 111) -> FairCuts
     """Returns groups of whole features, one group per rank, with about the same number of features in each.
 
     The features are shuffled, and rank r gets the features from r * (F // ranks) on, F // ranks of them; the
-    last rank also gets the remainder. The numbers of rows may differ widely: where rows must be even, use
+    last rank also gets the remainder. The numbers of rows may differ widely; if they must be even, use
     `fair_cuts`.
 
     Args:
         rows: number of rows of each of the F features.
         ranks: number of ranks, at most F.
-        seed: seed of numpy's legacy generator, whose numbers never change. Source of generator and default:
-            LoadBalanceManager(do_fair=False) in hpcaitech/CachedEmbedding, which forms the same groups.
+        seed: seed of numpy's legacy generator, whose numbers never change. Source of the generator and of the
+            default: LoadBalanceManager(do_fair=False) in hpcaitech/CachedEmbedding, which forms the same
+            groups.
 
     Raises:
         ValueError: if `ranks` is below 1 or above F, a number of rows is negative, the number of all rows is
-            above the int64 range, or `seed` is no integer from 0 to 2^32 - 1.
+            above the int64 range, or `seed` is not an integer from 0 to 2^32 - 1.
     """
     rows, ranks = _checked("whole_features", rows, ranks)
     seed = checked_count(seed, "whole_features.seed", 0, "Pass the same seed on every rank.")

@@ -55,12 +55,12 @@ OF_EVERY_SHARD = ("step", "forwards")  # counters that are the same in every sha
 
 @dataclass(eq=False, repr=False)
 class Table:
-    """One table over all ranks that have it. It stays valid when the table is converted, loaded or moved.
+    """A table over all ranks that have it. A handle stays valid when its table is converted, loaded or moved.
 
     Reading inserts nothing. No call counts as a training step or takes part in autograd.
 
-    Of a sharded table these calls read this rank's shard; `assign`, `erase`, `freeze` and `unfreeze` are
-    collective: every rank calls them, with any ids, perhaps none. An unsharded table is here as a whole.
+    On a sharded table, the calls below read this rank's shard; `assign`, `erase`, `freeze` and `unfreeze` are
+    collective: every rank calls them, with any ids or none. On an unsharded table they read the whole table.
 
     Attributes:
         name: the table's name.
@@ -167,7 +167,7 @@ class Table:
     @property
     @not_compiled
     def num_rows(self) -> int:
-        """Rows in use on this rank; several column shards count once."""
+        """Number of rows in use on this rank; several column shards count once."""
         return sum(shard.num_rows for shard in self.shards[:1])
 
     @not_compiled
@@ -180,7 +180,7 @@ class Table:
     @not_compiled
     @locked  # all column shards at one moment
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows by id. As `torchrec_dyn.lookup_rows`, for this rank's shard: rows are [M, C]."""
+        """Reads rows by id, like `torchrec_dyn.lookup_rows`, from this rank's shard: rows are [M, C]."""
         shards = list(self.shards)
         if not shards:
             ids = check_ids(f"{self.where}.lookup", ids)
@@ -195,7 +195,7 @@ class Table:
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns the step or time of each id's last occurrence in training.
 
-        As `torchrec_dyn.read_last_seen`, for this rank's shard.
+        Like `torchrec_dyn.read_last_seen`, for this rank's shard.
         """
         for shard in self.shards:
             return shard.last_seen(ids)
@@ -203,16 +203,16 @@ class Table:
 
     @not_compiled
     def count(self, ids: Tensor) -> Tensor:
-        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`, for this rank's shard."""
+        """Returns each id's number of occurrences, like `torchrec_dyn.read_counts`, for this rank's shard."""
         for shard in self.shards:
             return shard.count(ids)
         return torch.zeros_like(check_ids(f"{self.where}.count", ids), device=self.device)
 
     @not_compiled
     def stats(self) -> Stats:
-        """Returns the counts of this rank's shard; if there are several column shards, of the first.
+        """Returns the statistics of this rank's shard, or of its first shard if it has several column shards.
 
-        As `torchrec_dyn.read_stats`; a rank without a shard has rows and limit 0 only.
+        Like `torchrec_dyn.read_stats`; on a rank without a shard only "rows" and "limit", both 0.
         """
         for shard in self.shards:
             return shard.stats()
@@ -222,7 +222,7 @@ class Table:
 
     @not_compiled
     def assign(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes rows by id, on all ranks. As `torchrec_dyn.assign_rows`."""
+        """Writes rows by id on all ranks, like `torchrec_dyn.assign_rows`."""
         if self.group is None:
             with self.lock:  # the rows of another optimizer do not replace these rows meanwhile
                 self.shards[0].assign(ids, rows)
@@ -243,7 +243,7 @@ class Table:
 
     @not_compiled
     def erase(self, ids: Tensor) -> int:
-        """Removes ids, on all ranks, and returns how many had a row. As `torchrec_dyn.erase_rows`."""
+        """Removes ids on all ranks and returns how many had a row, like `torchrec_dyn.erase_rows`."""
         if self.group is None:
             with self.lock:
                 return self.shards[0].erase(ids)
@@ -330,13 +330,13 @@ class Table:
     # Reads of the whole table: of an unsharded one as above, else collective.
 
     def read_num_rows(self) -> int:
-        """Rows in use on all ranks. As `torchrec_dyn.read_num_rows`."""
+        """Rows in use on all ranks. Like `torchrec_dyn.read_num_rows`."""
         return sum(
             self._gather("num_rows", lambda: sum(shard.num_rows for shard in self._first_shards))
         )
 
     def read_ids(self) -> Tensor:
-        """Returns all ids of the table, [R] int64, on every rank. As `torchrec_dyn.read_ids`."""
+        """Returns all ids of the table, [R] int64, on every rank. Like `torchrec_dyn.read_ids`."""
         if self.group is None:
             return self.ids()
         held: list[Tensor] = []
@@ -356,7 +356,7 @@ class Table:
         return together[canonical_order(together)].to(self.device)
 
     def sample_ids(self, n: int, seed: int) -> Tensor:
-        """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
+        """Draws ids with a row, the same on every rank. Like `torchrec_dyn.sample_ids`."""
         if self.group is None:
             return self.shards[0].sample_ids(n, seed)
         first = self.layout.pieces[0].ranks
@@ -388,7 +388,7 @@ class Table:
         return ids.to(self.device)
 
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
+        """Reads rows by id. Like `torchrec_dyn.lookup_rows`."""
         if self.group is None:
             return self.lookup(ids)
         exchange = self._send("lookup", ids)
@@ -396,15 +396,15 @@ class Table:
         return exchange.return_rows(to_host(rows)), exchange.return_numbers(to_host(mask))
 
     def read_last_seen(self, ids: Tensor) -> Tensor:
-        """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
+        """Returns each id's last occurrence in training. Like `torchrec_dyn.read_last_seen`."""
         return self._first_numbers("last_seen", ids, self.last_seen)
 
     def read_counts(self, ids: Tensor) -> Tensor:
-        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`."""
+        """Returns each id's number of occurrences. Like `torchrec_dyn.read_counts`."""
         return self._first_numbers("count", ids, self.count)
 
     def read_stats(self) -> Stats:
-        """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
+        """Returns the counts of the whole table, the same on every rank. Like `torchrec_dyn.read_stats`."""
         if self.group is None:
             return self.stats()
         stats = self._gather("stats", lambda: [shard.stats() for shard in self.shards])

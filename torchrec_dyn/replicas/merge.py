@@ -1,7 +1,6 @@
 """The rules of a merge of replicas by id: who keeps an id, its score, and the mean of rows.
 
-Pure functions of the states of ids on the sides, in the order of the replicas; docs/dev/decisions/0044 has the
-reasons.
+Pure functions of the states of ids on the sides, in the order of the replicas (docs/dev/decisions/0044).
 
 Legend: R sides, one for each replica, K ids, M rows.
 """

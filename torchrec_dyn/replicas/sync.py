@@ -36,11 +36,11 @@ _Described = tuple[tuple[int, ...], int, dict[str, str]]
 
 
 class Synced(NamedTuple):
-    """Numbers of what a sync has merged on this rank.
+    """Counts of what a sync merged on this rank.
 
     Attributes:
         ids: number of ids that had changed on some replica, over the tables of this rank.
-        rows: how many of them have a row afterwards, or were evicted again at the limit.
+        rows: number of these ids that have a row afterwards, or were evicted again at the limit.
         sent_bytes: bytes that this rank sent to other replicas.
     """
 
@@ -50,13 +50,13 @@ class Synced(NamedTuple):
 
 
 class Replicas:
-    """The replicas of a model, each sharded over a group of ranks of its own; `sync` merges them by id.
+    """The replicas of a model, each sharded over its own group of ranks; `sync` merges them by id.
 
     Every *sharding group* wraps the model in `DistributedModelParallel` with
     `env=ShardingEnv.from_process_group(sharding_group)` and the same plan. An unsharded model is a sharding
-    group of one rank. From this object on changes are recorded, which takes what a marker takes
-    (`torchrec_dyn.checkpoint.mark`) and 8 bytes for each row of a table with a policy. Making it is
-    collective over all ranks of the job, and reads all rows once. Make a new one after tables were loaded,
+    group of one rank. As long as this object exists, changes are recorded, which takes the memory of a marker
+    (`torchrec_dyn.checkpoint.mark`) and 8 bytes for each row of a table with a policy. The constructor is
+    collective over all ranks of the job, and reads all rows once. Make a new object after tables were loaded,
     converted or moved to another plan.
 
     Args:
@@ -64,9 +64,9 @@ class Replicas:
         group: all ranks of the job; None: the default process group.
 
     Raises:
-        ValueError: on every rank, if there is no process group, `group` is something else (as a DeviceMesh),
-            the sharding groups do not have each rank once, plans, tables, options or contents differ between
-            replicas, or the model has sharded static tables, which nobody would merge.
+        ValueError: on every rank, if there is no process group, `group` is not a process group (such as a
+            DeviceMesh), the sharding groups do not have each rank exactly once, plans, tables, options or
+            contents differ between replicas, or the model has sharded static tables, which are not merged.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -109,14 +109,14 @@ class Replicas:
         return f"Replicas({len(self._ranks)} of {len(self._groups)} ranks)"
 
     def sync(self) -> Synced:
-        """Merges what the replicas have trained since the last sync: then their contents are equal.
+        """Merges what the replicas have trained since the last sync, so that their contents are equal.
 
         Call it on all ranks at the same time, after a backward and before the next forward, when all replicas
-        have trained the same number of steps. Weights and optimizer state become the mean of all replicas; an
-        id that a replica has not seen counts there with its initial row. Counts are added up, and the latest
-        occurrence counts. An id that some replica still has stays, an erased id goes everywhere. A table
-        that evicts when it is full is cut to its limit by the merged scores. Dense parameters are not
-        touched. Collective over all ranks of the job.
+        have trained the same number of steps. Weights and optimizer state become the mean over all replicas;
+        if a replica has not seen an id, its initial row is used there. Counts are added, and last_seen is the
+        latest. An id stays if any replica still has it; an id that was erased on any replica is erased on
+        all. A table that evicts when it is full is cut to its limit by the merged scores. Dense parameters
+        are not touched. Collective over all ranks of the job.
 
         Returns:
             What was merged on this rank.
@@ -125,9 +125,9 @@ class Replicas:
             ValueError: on every rank, if a forward is open on some rank, the steps of the replicas differ, or
                 a table was loaded, converted or moved since the last sync. Nothing has changed then.
             RuntimeError: on every rank, if the union of the replicas is over the limit of a table without a
-                policy that replaces rows, or a rank fails in another way, as without memory. Nothing has
-                changed then. A rank that fails while it writes raises alone, and its tables are torn: load
-                the replicas again.
+                policy that replaces rows, or a rank fails in another way, e.g. for lack of memory. Nothing
+                has changed then. A rank that fails while it writes raises alone, and its tables are torn:
+                load the replicas again.
         """
         heads = gather_results(self._group, _SYNC, self._steps)
         for name, step, other_step, rank, other in _differences(self._groups, heads):

@@ -80,8 +80,8 @@ def build(
 ) -> None:
     """Builds a directory of served tables from a checkpoint of `torch.distributed.checkpoint`.
 
-    The directory is written beside `out` and renamed when it is complete. Rows are read in chunks and checked
-    against the content sums of the checkpoint; memory does not grow with the tables.
+    The directory is written beside `out` and renamed once it is complete. Rows are read in chunks and checked
+    against the content sums of the checkpoint; the memory used does not grow with the tables.
 
     Args:
         checkpoint: directory of the checkpoint.
@@ -90,7 +90,7 @@ def build(
         tables: names of the tables to serve; None: all dynamic tables of the checkpoint.
 
     Raises:
-        ValueError: if `out` exists or is a link to nothing, the checkpoint is a delta, is damaged or lacks a
+        ValueError: if `out` exists or is a broken link, the checkpoint is a delta, is damaged or lacks a
             table, or rows do not fit the dtype. No new directory is left then.
         OSError: if the disk is full, or fails. No new directory is left then.
     """
@@ -127,18 +127,18 @@ def build_new(
 
 
 def build_again(folder: Folder, checkpoint: Folder) -> None:
-    """Replaces served tables by those of a checkpoint, in a new generation.
+    """Replaces served tables with those of a checkpoint, in a new generation.
 
     The files of all other generations are removed. Processes that have mapped these can still read them.
 
     Args:
-        folder: directory that `build` made; dtype and names of its tables stay.
+        folder: directory that `build` made; the dtype and names of its tables stay the same.
         checkpoint: directory of a full checkpoint.
 
     Raises:
-        ValueError: if the checkpoint is a delta, is damaged or lacks a table, or another process writes, or
-            the manifest is damaged, which has dtype and names. What was served still is.
-        OSError: if the disk is full, or fails. What was served still is.
+        ValueError: if the checkpoint is a delta, is damaged or lacks a table, another process writes, or the
+            manifest, which has the dtype and names, is damaged. The old rows are still served then.
+        OSError: if the disk is full, or fails. The old rows are still served then.
     """
     path = Path(folder)
     before, manifest = served_manifest(path)
@@ -309,10 +309,10 @@ def _remove_all_but(folder: Path, names: Set[str]) -> None:
 
 
 def apply_delta(folder: Folder, delta: Folder) -> None:
-    """Applies a delta to served tables; collections serve it after their `refresh()`.
+    """Applies a delta to served tables; collections serve it after their next `refresh()`.
 
     All tables change at once: a reader sees the old or the new rows, never a mix. If the process is killed
-    before the end, the old rows stay served.
+    before the end, the old rows are still served.
 
     Args:
         folder: directory that `build` made.

@@ -37,23 +37,23 @@ _WHERE = "serving.compile_program"
 
 
 def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:
-    """Exports a module whose only input is features, such as a serving collection.
+    """Exports a module whose only input is a KeyedJaggedTensor of features, such as a serving collection.
 
-    `torch.export.export` works too, but its program needs two bags or more if the example has them.
-    The program holds copies of the present rows and id maps: it does not refresh. `compile_program` makes one
-    that does.
+    `torch.export.export` works too, but its program needs at least two bags if the example has two or more.
+    The program contains copies of the present rows and id maps and does not refresh. `compile_program` makes
+    a program that can refresh.
 
     Args:
         module: a serving collection, or a module that contains a serving collection.
-        features: an example; the program takes the same features in the same order, with any number of bags
+        features: an example. The program takes the same features in the same order, with any number of bags
             and ids.
 
     Returns:
         The program. Import torchrec_dyn.serving before you load it; the import registers its ops. It reads
-        values, weights and lengths [F, B] alone: neither the strides nor the inverse_indices of a batch.
+        only values, weights and lengths [F, B], and neither strides nor inverse_indices.
 
     Raises:
-        ValueError: if the example is no KeyedJaggedTensor or has a batch size per feature (VBE).
+        ValueError: if the example is not a KeyedJaggedTensor, or has variable batch sizes per feature (VBE).
     """
     check_keyed(features, "serving.export_program")
     check_one_batch_size(features, "serving.export_program")
@@ -75,22 +75,21 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
 def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[str]) -> None:
     """Compiles a module that contains serving collections, with AOTInductor, for programs without Python.
 
-    The program takes one list of tensors: of each input its tensor, or of features their values, their
-    lengths and, if they have any, their weights; then the tensors of the index of a generation that the
-    metadata "tables" names, apart by spaces. It returns the tensors of the module's output. Sizes of
-    dimension 0 may be others than in the example, 0 and 1 too. The module's other weights are part of the
-    program.
+    The program takes one list of tensors: each input tensor, and for features their values, lengths and, if
+    present, weights; then those tensors of a generation's index whose names are in the metadata "tables",
+    separated by spaces. It returns the tensors of the module's output. Sizes of dimension 0 may differ from
+    the example, and may be 0 or 1. The module's other weights are part of the program.
 
-    Do not call the module in another thread meanwhile.
+    Do not call the module in another thread during the call.
 
     Args:
         module: a serving collection, or a module with serving collections of one directory, in evaluation.
-        inputs: an example of the arguments of its call: tensors, and features as KeyedJaggedTensor.
+        inputs: example arguments of a call of the module: tensors, and features as KeyedJaggedTensor.
         out: the file to write, `*.pt2`.
 
     Raises:
-        ValueError: if the module has no serving collection, collections of several directories, or one with
-            unseen="initial", or features have a batch size per feature (VBE).
+        ValueError: if the module has no serving collection, has collections of several directories or a
+            collection with unseen="initial", or features have variable batch sizes (VBE).
     """
     path = Path(out)
     if path.suffix != ".pt2":

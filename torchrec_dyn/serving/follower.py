@@ -46,7 +46,7 @@ _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class ForkedChain(ValueError):
-    """The newest entry does not come after what is served: training went back to an older one, and on."""
+    """The newest entry does not follow what is served: training went on from an older entry."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Followed:
 
     Attributes:
         entry: the entry whose rows are served.
-        generation: name of the generation, as `generation` of a serving collection.
-        changed: ids by table whose rows are new or differ from those of the entry `since`, [M] int64; None
-            if any row may differ: nothing was taken before, the tables were built from a full save, or the
-            entries since then were removed.
-        removed: ids by table that lost their row since then, [M] int64; None where `changed` is.
-            An id that came and went since then is among them.
-        lag: seconds from the moment of the rows to the moment when they could be served; the clocks of two
-            machines may differ, so it is at least 0.
+        generation: name of the generation, the same as `generation` of a serving collection.
+        changed: by table, the ids whose rows are new or differ from those of the entry `since`, [M] int64;
+            None if any row may differ, because nothing was taken before, the tables were built from a full
+            save, or the entries since then were removed.
+        removed: by table, the ids that have lost their row since then, [M] int64; None if `changed` is None.
+            This includes ids that got a row and lost it since then.
+        lag: seconds from the moment of the rows until they could be served; set to 0 if the clocks of two
+            machines make it negative.
         skipped: a line for each newer entry that could not be used, and why.
-        is_fork: True if the rows served before are not before this entry in the chain.
+        is_fork: True if the rows served before are of an entry that is not before this entry in the chain.
     """
 
     entry: Entry
@@ -87,20 +87,18 @@ class Follower:
     Args:
         path: the directory of `Checkpoints`.
         to: the directory of served tables. The first call of `poll` makes it.
-        rows: dtype of the served rows, as in `build`; None: as served, float32 at first.
-        tables: names of the tables to serve; None: as served, all at first.
+        rows: dtype of the served rows, as in `build`; None: the dtype already served, float32 at first.
+        tables: names of the tables to serve; None: the tables already served, all tables at first.
         since: id of the entry (`followed.entry.id`) whose rows the caller has taken, for `changed` and
-            `removed`; None: none.
-        follow_forks: True to serve the newest entry even if it does not come after what is served.
+            `removed`; None if it has taken no rows.
+        follow_forks: True to serve the newest entry even if it does not follow what is served.
 
     Attributes:
-        since: id of the entry that `poll` has returned last. A caller that could not take its rows sets it
-            back.
-        skipped: a line for each entry newer than what is served that could not be used at the last `poll`,
-            and why.
+        since: id of the last entry that `poll` returned. A caller that could not take its rows sets it back.
+        skipped: a line for each newer entry that could not be used at the last `poll`, and why.
 
     Raises:
-        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables.
+        ValueError: if `path` is a single checkpoint, or `to` has rows of another dtype or other tables.
     """
 
     def __init__(
@@ -130,22 +128,23 @@ class Follower:
         return f"Follower({str(self.path)!r}, to={str(self.to)!r})"
 
     def poll(self) -> Followed | None:
-        """Serves the newest entry that leads on from what is served, if it is not served yet.
+        """Serves the newest entry that follows what is served, unless it is served already.
 
-        An entry older than what is served is never taken. If the manifest of what is served is lost, or a
-        file of it is damaged, the newest full save and the deltas after it take its place, with a warning.
+        An entry older than what is served is never used. If the manifest of the served tables is lost, or one
+        of their files is damaged, the newest full save and the deltas after it replace them, with a warning.
 
         Returns:
-            What is served now; None if that is the entry `since`.
+            What is served now; None if it is the entry `since`.
 
         Raises:
-            ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it.
-            SecondWriter: another follower writes to the served tables, or has written since they were read.
-            ValueError: an entry is damaged, or the manifest is lost and nothing as new as what was served can
-                be built. What is served stays. Each call tries again; an error that lasts is raised once, and
-                stands in `skipped` then.
-            OSError: the disk is full, or fails; once, too.
-            MemoryError: there is too little memory (torch: RuntimeError); once, too.
+            ForkedChain: if the newest entry does not follow what is served. `follow_forks` allows it.
+            SecondWriter: if another follower writes to the served tables, or has written since they were
+                read.
+            ValueError: if an entry is damaged, or the manifest is lost and nothing as new as what was served
+                can be built. The served tables do not change. Each call tries again; an error that lasts is
+                raised once, and is in `skipped` after that.
+            OSError: if the disk is full, or fails; also raised once.
+            MemoryError: if there is too little memory (RuntimeError from torch); also raised once.
         """
         self.skipped = []
         try:
@@ -163,7 +162,7 @@ class Follower:
         return followed
 
     def lag(self) -> float | None:
-        """Returns the seconds since the moment of the served rows; None if they are of no entry here."""
+        """Returns the seconds since the moment of the served rows; None if they are not of an entry here."""
         _, damage, chain = self._look()
         entry = None if damage else self._entry(chain)
         return None if entry is None else _seconds_since(entry)
@@ -392,22 +391,23 @@ def follow(
     since: str | None = None,
     follow_forks: bool = False,
 ) -> Iterator[Followed]:
-    """Yields what is served, then each newer entry, without end; a `Follower` that looks every few seconds.
+    """Yields what is served, then each newer entry, without end, by polling a `Follower` every few seconds.
 
-    An entry that cannot be used, a fork, a full disk, or too little memory, is a warning, once, and is tried
-    again, in longer intervals while it lasts.
+    An entry that cannot be used, a fork, a full disk or too little memory gives a single warning. The
+    follower tries again, at longer and longer intervals, while the fault lasts.
 
     Args:
         path: the directory of `Checkpoints`.
         to: the directory of served tables.
-        every: seconds between two looks, from 0 to 10^9.
+        every: seconds between two polls, from 0 to 10^9.
         rows: see `Follower`.
         tables: see `Follower`.
         since: see `Follower`.
         follow_forks: see `Follower`.
 
     Raises:
-        ValueError: `every` is no such number, or an argument of `Follower` is wrong; before the first look.
+        ValueError: if `every` is not such a number, or an argument of `Follower` is wrong; raised before the
+            first poll.
     """
     if not isinstance(every, Real) or not 0 <= every <= _MOST_SECONDS:
         raise ValueError(

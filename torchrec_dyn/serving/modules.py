@@ -45,7 +45,7 @@ class _Served:
         return self._lookup.generation.name
 
     def refresh(self) -> bool:
-        """Serves the deltas that were applied so far, from the next call on.
+        """Switches to the newest generation: the next call serves all deltas applied so far.
 
         Any thread may call it at any time.
         """
@@ -76,7 +76,7 @@ class _Served:
 
 
 class ServingEmbeddingBagCollection(_Served, EmbeddingBagCollectionInterface):
-    """A read-only collection that pools the rows of bags, as DynamicEmbeddingBagCollection in evaluation.
+    """A read-only collection that pools the rows of bags, like DynamicEmbeddingBagCollection in evaluation.
 
     Args:
         folder: directory that `build` made.
@@ -87,7 +87,7 @@ class ServingEmbeddingBagCollection(_Served, EmbeddingBagCollectionInterface):
             here and in `refresh`.
 
     Raises:
-        ValueError: if a config is invalid, or the directory does not serve its table or is damaged.
+        ValueError: if a config is invalid, or the directory is damaged or does not serve the config's table.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class ServingEmbeddingBagCollection(_Served, EmbeddingBagCollectionInterface):
         """Looks up the rows of bags and pools them.
 
         Args:
-            features: bags of ids, the same number of bags for each feature and no inverse_indices; further
-                features are not read.
+            features: bags of ids, with the same number of bags for each feature and without inverse_indices;
+                other features are ignored.
 
         Returns:
             [B, sum of D] float32, one key per feature and table, in the order of the tables.
 
         Raises:
-            ValueError: if a feature is missing, the tensors do not match each other, or the batch has a size
-                per feature (VBE).
+            ValueError: if a feature is missing, the tensors do not match each other, or the batch has
+                variable batch sizes per feature (VBE).
         """
         ids, offsets, weights, sizes = self._bags(features, of_one_size=True)
         return KeyedTensor(
@@ -137,18 +137,18 @@ class ServingEmbeddingBagCollection(_Served, EmbeddingBagCollectionInterface):
 
 
 class ServingEmbeddingCollection(_Served, EmbeddingCollectionInterface):
-    """A read-only collection that returns the row of each id, as DynamicEmbeddingCollection in evaluation.
+    """A read-only collection that returns the row of each id, like DynamicEmbeddingCollection in evaluation.
 
     Args:
         folder: directory that `build` made.
         tables: configs of the tables to serve, as in training, all with the same embedding_dim.
-        need_indices: True if outputs have the ids, as their weights.
+        need_indices: True if outputs contain the ids, as their weights.
         unseen: rows of unseen ids: "zeros", or "initial" for the initial rows of training.
         verify: True to check the ids and rows of a generation against their content sums before it is served,
             here and in `refresh`.
 
     Raises:
-        ValueError: if a config is invalid, or the directory does not serve its table or is damaged.
+        ValueError: if a config is invalid, or the directory is damaged or does not serve the config's table.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class ServingEmbeddingCollection(_Served, EmbeddingCollectionInterface):
         """Looks up the rows of ids.
 
         Args:
-            features: ids of the collection's features; further features are not read.
+            features: ids of the collection's features; other features are ignored.
 
         Returns:
-            A JaggedTensor for each feature (and table, if several tables share the feature), with values
-            [ids of the feature, D] float32.
+            A JaggedTensor by feature (and table, if several tables share the feature), with values [ids of
+            the feature, D] float32.
 
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
@@ -206,5 +206,5 @@ class ServingEmbeddingCollection(_Served, EmbeddingCollectionInterface):
         return self._names_by_table
 
     def need_indices(self) -> bool:
-        """Returns True if outputs have the ids, as their weights."""
+        """Returns True if outputs contain the ids, as their weights."""
         return self._need_indices

@@ -49,14 +49,14 @@ class LoadPlanner(DefaultLoadPlanner):
         dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())
         dmp.load_state_dict(state_dict["model"])
 
-    Everything else is loaded as DCP's own planner loads it.
+    DCP's own planner loads everything else.
 
     Args:
-        *options: the arguments of DCP's planner.
-        path: directory of the checkpoint. With it each rank finds its rows by a few of the saved ids, and
-            reads no others, which is faster. Without it DCP's reader loads all rows on each rank, chunk by
-            chunk, and the rank keeps its own.
-        **named: the named arguments of DCP's planner, as `allow_partial_load`.
+        *options: positional arguments of DCP's planner.
+        path: directory of the checkpoint. With it, each rank finds its rows from a few of the saved ids and
+            reads no other rows, which is faster. Without it, DCP's reader loads all rows on each rank, chunk
+            by chunk, and the rank keeps its own rows.
+        **named: keyword arguments of DCP's planner, such as `allow_partial_load`.
     """
 
     _names: dict[str, tuple[TableLoad, str]]  # of the tensors of sharded tables, by key

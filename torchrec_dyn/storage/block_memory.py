@@ -1,6 +1,6 @@
 """Memory of blocks of rows: ranges of a GPU's addresses, scratch files, advice about pages.
 
-On a GPU a block lies in a range of addresses, where it grows in place (docs/dev/decisions/0028). Addresses are
+On a GPU a block lies in a range of addresses and grows in place (docs/dev/decisions/0028). Addresses are
 reserved for all rows that a block will ever have, and memory is committed by the page as rows are added. It
 is not torch's memory, so memory that torch keeps for later may be missing here.
 

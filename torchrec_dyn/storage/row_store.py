@@ -1,6 +1,6 @@
 """RowStore: rows of one kind (weights, or one optimizer state) in blocks that never move.
 
-A table grows by appending a block of 2^shift rows; no row is copied (docs/dev/decisions/0002). A fresh block is
+A table grows by appending a block of 2^shift rows; no row is copied (docs/dev/decisions/0002). A new block is
 reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
 
 A GPU commits memory at once. There the last block grows in place, in a range of addresses (block_memory.py).

@@ -1,4 +1,4 @@
-"""Tools beside training: they print, compare, verify, export and import tables (docs/guide/inspect/export.md).
+"""Tools beside training: print, compare, verify, export and import tables (docs/guide/inspect/export.md).
 
 Imports `whole_model`, `ranks`, `checkpoint_format`, `table`, `life`, `storage` and the ground. Start with
 `table_export`. `inspection`, `comparison` and `doctor` are commands of

@@ -243,12 +243,13 @@ def export_rows(
 ) -> None:
     """Writes the ids and rows of one table to a .safetensors file, 32 MiB at a time.
 
-    The file has "ids" [R] int64 in canonical order and "rows" [R, D] in the table's dtype. Its metadata are
-    the format, the name of the table and the seed of the initial rows. Optimizer state and scores are saved
-    in checkpoints only. The file gets its name when it is complete. Collective on a sharded collection.
+    The file has "ids" [R] int64 in canonical order and "rows" [R, D] in the table's dtype. Its metadata
+    contains the format, the name of the table and the seed of the initial rows. Only checkpoints contain
+    optimizer state and scores. The file gets its name once it is complete. Collective on a sharded
+    collection.
 
     Args:
-        collection: collection, sharded or not; it must not be trained or edited during the call.
+        collection: the collection, sharded or not; it must not be trained or edited during the call.
         table: name of the table.
         path: path of the file; an existing file is replaced. Only rank 0 reads this argument.
         checksum: True to write the content sums of ids and rows into the metadata, for `import_rows` and for
@@ -256,8 +257,9 @@ def export_rows(
 
     Raises:
         ValueError: if there is no such table.
-        OSError: if the file cannot be written, because the disk is full or fails; an older file is unchanged.
-        RuntimeError: if the table was changed during the call, or a rank failed; no new file is left.
+        OSError: if the file cannot be written because the disk is full or fails; an existing file is
+            unchanged.
+        RuntimeError: if the table changed during the call, or a rank failed; no new file is left.
     """
     call = "export_rows"
     rows = LiveRows(table_in(collection, table, call), call, on_first_rank=True)
@@ -270,11 +272,12 @@ def export_saved_rows(
     path: str | os.PathLike[str],
     checksum: bool = False,
 ) -> None:
-    """Writes the file of `export_rows` from a checkpoint, without a model and without other ranks.
+    """Writes the same file as `export_rows` from a checkpoint, without a model and without other ranks.
 
     Args:
-        checkpoint: the directory that `torch.distributed.checkpoint.save` wrote, or of `Checkpoints`.
-        table: name of the table, or its key in the checkpoint if several tables have the name.
+        checkpoint: a directory that `torch.distributed.checkpoint.save` wrote, or a directory of
+            `Checkpoints`.
+        table: name of the table, or its key in the checkpoint if several tables have this name.
         path: path of the file; an existing file is replaced.
         checksum: as in `export_rows`.
 
@@ -315,11 +318,11 @@ def _metadata_of(sums: Mapping[str, int], has_sums: bool) -> dict[str, str]:
 def import_rows(collection: nn.Module, table: str, path: str | os.PathLike[str]) -> int:
     """Assigns the ids and rows of a .safetensors file to a table, 32 MiB at a time.
 
-    Ids and rows are written as `torchrec_dyn.assign_rows` writes them; ids that are not in the file keep
-    their rows. Collective on a sharded collection.
+    Rows are written as by `torchrec_dyn.assign_rows`; ids that are not in the file keep their rows.
+    Collective on a sharded collection.
 
     Args:
-        collection: collection, sharded or not.
+        collection: the collection, sharded or not.
         table: name of the table.
         path: path of a file that `export_rows` wrote, or of any .safetensors file with only "ids" [R] int64
             and "rows" or "weight" [R, D] of float32, float16 or bfloat16. Only rank 0 reads this argument.

@@ -54,12 +54,12 @@ def read_batches(
     waiting: bool = False,
     batch_bytes: int = BATCH_BYTES,
 ) -> Any:
-    """Returns a reader of the rows of a table as batches of Arrow.
+    """Returns a reader of the rows of a table as Arrow batches.
 
-    The columns are those of `export_table`. Of a sharded collection each rank reads its share; then the
-    call, and each batch, are collective: every rank reads its reader to the end. A saved table is checked as
-    it is read, and the last batch is not followed by an error if the table is whole: do not rely on any batch
-    before that.
+    The columns are those of `export_table`. For a sharded collection each rank reads its share; the call and
+    each batch are then collective: every rank must read its reader to the end. A saved table is checked as it
+    is read. If it is damaged, an error is raised after the last batch or before: do not rely on any batch
+    until the reader has ended without an error.
 
     Args:
         source: as in `export_table`.
@@ -68,14 +68,14 @@ def read_batches(
         ids: as in `export_table`.
         step: as in `export_table`.
         waiting: as in `export_table`.
-        batch_bytes: most bytes of a batch; a few times as many are in memory.
+        batch_bytes: maximum bytes of a batch; a few times as many are in memory.
 
     Returns:
         A `pyarrow.RecordBatchReader`: an iterator of batches, which polars, pandas, DuckDB and
-        `pyarrow.dataset` take, too.
+        `pyarrow.dataset` accept.
 
     Raises:
-        ImportError, ValueError: as `export_table`.
+        ImportError, ValueError: as in `export_table`.
     """
     call = "read_batches"
     _, chunks, arrow = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
@@ -98,27 +98,27 @@ def export_table(
     """Writes the rows of a table to a file of Parquet or Arrow, in canonical order.
 
     Columns: `id` int64; `row`, a list of D numbers in the table's dtype (bfloat16 becomes float32);
-    `last_seen` int64, the training step of the last occurrence, and `count` int64, as in a checkpoint, of a
-    table with a policy; `last_seen_time` int64, the time at that step, of a table with a clock; and the
-    optimizer state by its names, `momentum1`, `momentum2` and `row_counter`, lists of D float32, or one
-    number a column shard. A file gets its name when it is complete.
+    for a table with a policy, `last_seen` int64, the training step of the last occurrence, and `count` int64,
+    as in a checkpoint; for a table with a clock, `last_seen_time` int64, the time at that step; and the
+    optimizer state by its names, `momentum1`, `momentum2` and `row_counter`, lists of D float32, or of one
+    number per column shard. A file gets its name once it is complete.
 
-    Of a sharded collection each rank writes its share, as a file in the directory `path`, which all ranks
-    see; the directory gets its name when all files are complete. Collective then.
+    For a sharded collection the call is collective. Each rank writes its share to a file in the directory
+    `path`, which all ranks must share; the directory gets its name once all files are complete.
 
     Args:
         source: a directory of `Checkpoints`, the directory of one full checkpoint, or a collection, which
             must not be trained or edited during the call.
-        table: name of the table; of a checkpoint also its key; None: the only table.
-        path: path of the file; an existing file is replaced. Of a sharded collection a directory that does
+        table: name of the table or, in a checkpoint, its key; None: the only table.
+        path: path of the file; an existing file is replaced. For a sharded collection, a directory that does
             not exist.
-        columns: names of columns; None: id, row, last_seen and count, as far as the table has them.
-        ids: a range of ids with step 1; None: all ids. All ids are read and checked, rows of other ids
-            are not.
-        step: step of an entry of `Checkpoints`; None: the newest.
-        waiting: True to write the waiting ids in place of the rows: `id`, `last_seen`, `count`.
-        kind: "parquet" or "arrow" (the IPC file format); None: by the end of `path`.
-        batch_bytes: most bytes of a row group before compression; a few times as many are in memory.
+        columns: names of columns; None: id, row, last_seen and count, if the table has them.
+        ids: a range of ids with step 1; None: all ids. All ids are read and checked, but rows only of this
+            range.
+        step: step of an entry of `Checkpoints`; None: the newest entry.
+        waiting: True to write the waiting ids instead of the rows: `id`, `last_seen`, `count`.
+        kind: "parquet" or "arrow" (the IPC file format); None: by the suffix of `path`.
+        batch_bytes: maximum bytes of a row group before compression; a few times as many are in memory.
 
     Returns:
         The number of rows written, over all ranks.
@@ -127,8 +127,8 @@ def export_table(
         ImportError: if pyarrow is not installed.
         ValueError: if there is no such table, step or column, a save is damaged, or `path` does not fit.
         OSError: if the disk is full, or fails.
-        RuntimeError: if the collection was changed during the call, or a rank failed. After any error there
-            is no new file, and an older file is unchanged.
+        RuntimeError: if the collection changed during the call, or a rank failed. After any error there is no
+            new file, and an existing file is unchanged.
     """
     call = "export_table"
     rows, chunks, arrow = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)

@@ -41,8 +41,8 @@ def lookup_rows(collection: nn.Module, table: str, ids: Tensor) -> tuple[Tensor,
     Returns:
         The pair (rows, found).
 
-        - rows: [M, embedding_dim] in the table's dtype, a copy in the order of `ids`; zeros for an id
-          without a row, for any initializer of the table.
+        - rows: [M, embedding_dim] in the table's dtype, a copy in the order of `ids`; zeros for an id without
+          a row, whatever the table's initializer.
         - found: [M] bool, True for an id with a row. A waiting id has no row.
 
     Raises:
@@ -108,8 +108,9 @@ def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     Returns:
         [M] int64 in the order of `ids`: training steps, or clock values with `ExpireAfter(time=...)` or a
         half-life in time. For a row that was assigned and not seen since, the step or time of its assignment.
-        -1 for an id without a row, also for a waiting id. With a half-life in time and no `ExpireAfter`, an
-        id last seen more than 40 half-lives ago may have a later time: the first that the clock still keeps.
+        -1 for an id without a row, including a waiting id. With a half-life in time and no `ExpireAfter`, an
+        id last seen more than 40 half-lives ago may have a later time: the earliest that the clock still
+        keeps.
 
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
@@ -128,8 +129,8 @@ def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
 
     Returns:
         [M] int64 in the order of `ids`: occurrences since the id got its row or began to wait for
-        admission; 0 for an id that has no row and does not wait. Under `LowestScore` the sum of their weights
-        in units, for an id with a row. With a half-life the present number, rounded, a half up.
+        admission; 0 for an id that has no row and does not wait. Under `LowestScore`, the sum of their
+        weights in units for an id with a row. With a half-life, the present number, rounded half up.
 
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
@@ -155,17 +156,17 @@ def read_ids(collection: nn.Module, table: str) -> Tensor:
 
 @not_compiled
 def sample_ids(collection: nn.Module, table: str, n: int, seed: int) -> Tensor:
-    """Draws ids that have a row: uniform, with replacement. For negatives, say; see the guide on them.
+    """Draws ids that have a row, uniformly and with replacement, e.g. as negative samples (see the guide).
 
-    The same table draws the same ids for the same seed, whatever its plan and its history; every rank gets
-    all of them. A call lists the ids of the table in order, once, in parts, so draw for many steps at once:
-    on two busy cores 0.1 s for each million rows.
+    A table draws the same ids for the same seed, whatever its plan and history, and every rank gets all of
+    them. Each call lists the ids of the table once, in order and in parts, which takes 0.1 s per million rows
+    on two busy cores; so draw for many steps at once.
 
     Args:
         collection: the collection, sharded or not.
         table: name of the table.
         n: number of ids, at least 1; the same on every rank.
-        seed: an int64, the same on every rank; use another in each call.
+        seed: an int64, the same on every rank; use a different seed in each call.
 
     Returns:
         [n] int64, in the order of the draws.
@@ -210,7 +211,7 @@ def read_stats(collection: nn.Module, table: str) -> dict[str, int | float]:
 
 
 def mixed_ids(ids: Tensor) -> Tensor:
-    """Returns the mixed ids, the words that choose the owner of an id and its place in the table.
+    """Returns the mixed ids, which decide the owner of an id and its place in the table.
 
     Mixing is a bijection: two ids never have the same mixed id. It is the same for all tables, plans and
     versions. Source: the output function of SplitMix64, see csrc/mix64.h.
@@ -234,7 +235,7 @@ def mixed_ids(ids: Tensor) -> Tensor:
 
 
 def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
-    """Returns the ranks that hold each id, whether it has a row or not. Not collective: reads only the plan.
+    """Returns the ranks that own each id, whether it has a row or not. Not collective; reads only the plan.
 
     Args:
         collection: the collection, sharded or not.
@@ -242,8 +243,8 @@ def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
         ids: [M] int64, any values in any order, with or without repeats.
 
     Returns:
-        [M, P] int64, the rank of each of the P column shards of the table, in column order. P is 1 where
-        columns are not cut. Unsharded: zeros.
+        [M, P] int64, the rank of each of the P column shards of the table, in column order. P is 1 if columns
+        are not cut. Zeros for an unsharded table.
 
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64.

@@ -42,15 +42,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips the gradients of a model by their norm over dense parameters and dynamic rows together.
 
-    Like `torch.nn.utils.clip_grad_norm_`, after backward and before `optimizer.step()`: if the norm of all
-    gradients is above `max_norm`, all are multiplied by `max_norm / (norm + 1e-6)`. The gradient of a dynamic
-    row is the sum that its optimizer would take, also over micro-batches. Each row counts once, on the rank
-    that holds it, and each column shard counts its columns. Dense parameters are the same on all ranks of
-    `group` and count once. Static sharded tables update their rows in backward, so they are not counted, as
-    with torch.
+    Call it like `torch.nn.utils.clip_grad_norm_`, after backward and before `optimizer.step()`: if the norm
+    of all gradients is above `max_norm`, all are multiplied by `max_norm / (norm + 1e-6)`. The gradient of a
+    dynamic row is the sum that its optimizer would use, over all micro-batches. Each row counts once, on the
+    rank that holds it, and each column shard counts its columns. Dense parameters are the same on all ranks
+    of `group` and count once. Static sharded tables update their rows in backward, so they are not counted,
+    as in torch.
 
-    Collective: all ranks of `group` call it. Needs memory for the row sums of one table group at a time, 4
-    bytes a column of each distinct row, and reads the result on the host.
+    Collective: all ranks of `group` call it. It needs memory for the row sums of one table group at a time, 4
+    bytes for each column of each distinct row, and reads the result on the host.
 
     Args:
         model: DistributedModelParallel, or any module with dynamic collections. All of its dynamic tables
@@ -59,16 +59,16 @@ def clip_grad_norm_(
         norm_type: p of the norm, above 0; may be infinity.
         error_if_nonfinite: True to raise an error if the norm is NaN or infinite.
         group: the ranks that have the same dense parameters; None: those over which the model is sharded.
-            For `Replicas`, whose dense gradients are averaged over all replicas, it has all ranks
-            (`dist.group.WORLD`). Then the rows of each replica count, and the norm is the same everywhere.
+            With `Replicas`, whose dense gradients are averaged over all replicas, pass all ranks
+            (`dist.group.WORLD`): the rows of each replica then count, and the norm is the same everywhere.
 
     Returns:
         The norm before clipping, [] float32 on the CPU.
 
     Raises:
-        ValueError: updates are not deferred, the model has static tables of the compute kernel "dense" that
-            are not replicated, an argument is not valid, or `group` lacks ranks of the model.
-        RuntimeError: with `error_if_nonfinite`, the norm is NaN or infinite; no gradient has changed.
+        ValueError: if updates are not deferred, the model has static tables of the compute kernel "dense"
+            that are not replicated, an argument is not valid, or `group` lacks ranks of the model.
+        RuntimeError: with `error_if_nonfinite`, if the norm is NaN or infinite; no gradient has changed.
     """
     where = "clip_grad_norm_"
     power, most = _checked_numbers(norm_type, max_norm, where)
@@ -201,22 +201,22 @@ def _check_no_fused_tables(model: nn.Module, where: str) -> None:
 class GradScaler(TorchGradScaler):
     """torch's GradScaler for a model with deferred row updates.
 
-    Gradients of rows are divided by the scale with those of the dense parameters. If any gradient of the
-    optimizer is NaN or infinite on any rank of `group`, `step` skips the rows and the dense part on all of
-    them. bfloat16 needs no scaler.
+    Row gradients are divided by the scale together with the gradients of the dense parameters. If any
+    gradient of the optimizer is NaN or infinite on any rank of `group`, `step` skips the rows and the dense
+    part on all of them. bfloat16 needs no scaler.
 
-    Pass the optimizer of rows and dense parameters as one, e.g. a CombinedOptimizer, and call `zero_grad()`
-    after each step, which drops what a skipped step has left. All ranks of `group` call `unscale_` and
+    Pass a single optimizer of rows and dense parameters, e.g. a CombinedOptimizer, and call `zero_grad()`
+    after each step: it drops the gradients of a skipped step. All ranks of `group` call `unscale_` and
     `step`, which are collective.
 
     Args:
-        model: the model with dynamic collections, all with `fused_params={"defer_updates": True}`.
-        device: that of `torch.amp.GradScaler`.
+        model: a model with dynamic collections, all with `fused_params={"defer_updates": True}`.
+        device: as in `torch.amp.GradScaler`.
         group: as in `clip_grad_norm_`.
-        **options: the other arguments of `torch.amp.GradScaler`.
+        **options: other arguments of `torch.amp.GradScaler`.
 
     Raises:
-        ValueError: if `device` is neither cpu nor cuda; or it is enabled, and updates are not deferred,
+        ValueError: if `device` is neither cpu nor cuda; for an enabled scaler, if updates are not deferred,
             `group` lacks ranks of the model, or the model has static tables that backward updates.
     """
 

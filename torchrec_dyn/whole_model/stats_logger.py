@@ -48,17 +48,18 @@ def log_stats(model: nn.Module, to: Any, step: int, *, totals: bool = False) -> 
 
     Args:
         model: a model with dynamic collections, sharded or not.
-        to: a dict, which gets each value under its name, or a writer, on which
-            `add_scalar(name, value, step)` is called. With `totals=True` None is valid, too: the rank takes
-            part and writes nothing.
-        step: step to write. The training steps of each table are its stat "step".
-        totals: False: the stats of this rank's shards. True: of whole tables, as `read_stats` returns them;
-            then the call is collective.
+        to: a dict, to which each value is added under its name, or a writer with
+            `add_scalar(name, value, step)`. With `totals=True` also None: the rank takes part and writes
+            nothing.
+        step: step to write with the values. The stat "step" of each table is its number of training steps.
+        totals: False: the stats of this rank's shards. True: those of whole tables, as `read_stats` returns
+            them; the call is then collective.
 
     Raises:
         ValueError: if the model has no dynamic collection, or `to` is neither a dict nor a writer.
-        OSError: with the writer's `log_dir`, if the writer cannot write, because the disk is full or fails. A
-            `SummaryWriter` writes later: one of the next calls raises the error. The tables are as they were.
+        OSError: if the writer cannot write because the disk is full or fails; the error names the writer's
+            `log_dir`. A `SummaryWriter` writes later, so one of the next calls raises the error. The tables
+            have not changed.
     """
     _check_logger(to, "log_stats", totals)
     _write(_scalars(model, "log_stats", totals), to, step)
@@ -69,7 +70,7 @@ def add_stats_hook(
 ) -> StatsHook:
     """Registers a hook that writes a model's stats after every `every` training forwards.
 
-    The hook writes as step the number of training forwards since its registration. Evaluation is not
+    The step that the hook writes is the number of training forwards since its registration. Evaluation is not
     counted. A restarted job that loads the hook's `state_dict()` continues both the steps and the counts of
     the tables.
 
@@ -96,11 +97,11 @@ def add_stats_hook(
 
 
 class StatsHook(RemovableHandle):
-    """The handle of a hook that `add_stats_hook` registered; it has a state for checkpoints.
+    """The handle of a hook that `add_stats_hook` registered, with a state to save in checkpoints.
 
-    Counts of tables, such as "hits", start at 0 in a new process, since checkpoints of tables do not have
-    them. Save `state_dict()` with the dense part of the model, and load it after the model: then the hook
-    writes steps and counts as if the job had not ended. `dcp.save` and `dcp.load` take the hook itself, too.
+    Counts of tables, such as "hits", start at 0 in a new process, since table checkpoints do not contain
+    them. Save `state_dict()` with the dense part of the model, and load it after the model: the hook then
+    writes steps and counts as if the job had not ended. `dcp.save` and `dcp.load` also take the hook itself.
     """
 
     def __init__(self, model: nn.Module, to: Any, every: int, totals: bool) -> None:
@@ -126,8 +127,9 @@ class StatsHook(RemovableHandle):
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of forwards, and the counts of the tables so far.
 
-        With `totals=True`, collective; the state is the same on every rank, and fits any number of ranks and
-        any plan. Otherwise the counts of a sharded model are those of this rank: each rank saves its own.
+        With `totals=True` the call is collective, and the state is the same on every rank and fits any number
+        of ranks and any plan. Otherwise the counts of a sharded model are those of this rank, so each rank
+        saves its own state.
         """
         counts = self._counts("state_dict")
         counts = {name: count + self._carried.get(name, 0) for name, count in counts.items()}
@@ -135,16 +137,16 @@ class StatsHook(RemovableHandle):
         return {"forwards": self._forwards, self._key(): list(counts.items())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from a state. Call it after the model is loaded; with `totals=True`, collective.
+        """Continues from a saved state. Call it after the model is loaded; collective with `totals=True`.
 
-        Counts of a table that the state does not have start at 0; those of a table that the model does not
-        have are dropped.
+        The counts of a table that is not in the state start at 0; those of a table that is not in the model
+        are dropped.
 
         Args:
             state_dict: as `state_dict` returned it.
 
         Raises:
-            ValueError: if it is no such state, or has the counts of another rank or of another number of
+            ValueError: if this is not the state of a hook, or it has the counts of another rank or number of
                 ranks; nothing has changed then.
         """
         key = self._key()
@@ -186,7 +188,7 @@ def stats_layout(model: nn.Module) -> dict[str, dict[str, list[Any]]]:
     """Returns a layout of a model's stats for the tab "Custom Scalars" of TensorBoard.
 
     Pass it to `SummaryWriter.add_custom_scalars`, once. Each table is a category with a few charts, such as
-    rows beside their limit. Not collective; the same for sharded and unsharded models.
+    rows beside their limit. Not collective; sharded and unsharded models have the same layout.
 
     Args:
         model: a model with dynamic collections, sharded or not.

@@ -121,14 +121,15 @@ def table_names(collection: Collection) -> list[str]:
 def drop_load(model: nn.Module) -> list[str]:
     """Drops the rows that `torch.distributed.checkpoint.load` has read with `LoadPlanner` for a model.
 
-    They wait for `load_state_dict`, and a forward before it is an error. After this call the model trains on
-    with the rows that it has. Not collective, but to be called on every rank of a sharded model.
+    Such rows wait for `load_state_dict`, and a forward before it is an error. After this call the model
+    continues training with the rows that it has. Not collective, but every rank of a sharded model must call
+    it.
 
     Args:
         model: DistributedModelParallel, any module, or a collection.
 
     Returns:
-        The names of the tables whose rows were dropped, in order; none if nothing waited.
+        The names of the tables whose rows were dropped, in order; empty if no rows waited.
 
     Raises:
         ValueError: if the model has no dynamic collection.
