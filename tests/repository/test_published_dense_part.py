@@ -1,4 +1,4 @@
-"""The code of docs/guide/serve/publish.md serves rows and dense part of one entry while others are published."""
+"""The code of docs/guide/serve/publish.md serves rows and dense part of one entry while others appear."""
 
 from pathlib import Path
 from typing import Any
