@@ -174,15 +174,17 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // is a bag, and its row an output. pools: 0 nothing, 1 a batch without absent ids, 2 any batch, with zeros for absent
   // ids, as a GPU does for 1, too. collects: 1 if absent ids are listed, 2 if some are expected, 0 if not.
   // -> out [output_rows, columns], or [output_rows] if columns is 0, which is not initialised if it is not pooled; [0]
-  // for pools 0; [N, columns of the tables] without segments; rows [N], -1 where absent; offsets [B + 1]; numbers [F + 3 T + 3] on the CPU: where the ids of each feature begin, and the end of the last;
-  // the same of each table; the number of absent ids of each table; new_offsets of collect_new. numbers [0] if lengths
-  // or offsets are wrong: then nothing else means anything. new_ids, new_counts and new_index of collect_new without
-  // the ids of frozen tables, [0] if there are none. A GPU's host waits for the numbers, and for the number of new ids
-  // if it was not told to expect them.
+  // for pools 0; [N, columns of the tables] without segments; rows [N], -1 where absent; offsets [B + 1]; numbers [F +
+  // 3 T + 3] on the CPU: where the ids of each feature begin, and the end of the last; the same of each table; the
+  // number of absent ids of each table; new_offsets of collect_new. numbers [0] if lengths or offsets are wrong: then
+  // nothing else means anything. new_ids, new_counts and new_index of collect_new without the ids of frozen tables, [0]
+  // if there are none. A GPU's host waits for the numbers, and for the number of new ids if it was not told to expect
+  // them.
   m.def(
       "find_and_pool(Tensor ids, Tensor? lengths, Tensor? offsets, Tensor? bag_weights, Tensor first_bags, "
       "Tensor first_features, Tensor? segments, Tensor tables, bool mean, int pools, int collects, "
-      "SymInt output_rows, int columns, ScalarType dtype) -> (Tensor out, Tensor rows, Tensor offsets, Tensor numbers, Tensor new_ids, "
+      "SymInt output_rows, int columns, ScalarType dtype) -> (Tensor out, Tensor rows, Tensor offsets, Tensor numbers, "
+      "Tensor new_ids, "
       "Tensor new_counts, Tensor new_index)");
   // As gather_pool, into `out` [elements], for offsets that are right. With initial_ids [N], the ids of `rows`, an
   // absent row is what its table has for an id without a row. With new_index [N] or initial_ids a GPU may leave bags as

@@ -1,8 +1,8 @@
 // Memory of large outputs. The memory of a dropped output is kept for a later output: the system hands out fresh memory
 // page by page and zeroes each page, which takes longer than to fill it (half of the forward of one-hot batches,
-// measured, docs/dev/performance.md). At most kMostKept bytes are kept in all, and always the memory dropped last, whatever
-// its size: a step whose output is larger would pay for fresh memory each time. The longest unused memory is freed
-// first.
+// measured, docs/dev/performance.md). At most kMostKept bytes are kept in all, and always the memory dropped last,
+// whatever its size: a step whose output is larger would pay for fresh memory each time. The longest unused memory is
+// freed first.
 #pragma once
 
 #include <cstdlib>

@@ -11,7 +11,8 @@
 namespace torchrec_dyn {
 
 // Prefetches a row into L2: the core can have far more misses in flight there than in L1 (measured: 22 against 35 ns
-// for a random row of 256 bytes, docs/dev/performance.md). Callers prefetch in bursts, some thirty rows before their use.
+// for a random row of 256 bytes, docs/dev/performance.md). Callers prefetch in bursts, some thirty rows before their
+// use.
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_row(const T* row, int64_t columns) {
   const auto* byte = reinterpret_cast<const char*>(row);
