@@ -44,7 +44,7 @@ def main() -> None:
             f"python {folder}/program.py",
             "python -m torchrec_dyn doctor",
         )
-        Path(folder, "program.py").write_text(blocks("README.md", "python", "Use")[0])
+        Path(folder, "program.py").write_text(blocks("README.md", "python", "Example")[0])
         for command in commands:
             subprocess.run(["bash", "-euc", command], check=True, cwd=folder, env=env)
     print(f"{package.name} on {python}: installed and used")
