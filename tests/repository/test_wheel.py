@@ -103,7 +103,7 @@ def test_wheel_has_the_metadata_of_a_release(wheel: Path):
     assert not [line for line in classifiers if "License ::" in line or "Private" in line]
     assert told["Description-Content-Type"] == "text/markdown"
     shown = told.get_payload()
-    assert "Hash-backed embedding tables" in shown and "```python" in shown
+    assert "Embedding tables for [TorchRec]" in shown and "```python" in shown
     links = re.findall(r"\]\(([^)]+)\)", shown)
     assert links and all(link.startswith("https://") for link in links), "PyPI has no files"
     assert not re.search("^!", shown, re.M), "nothing is left of the pictures"
