@@ -27,7 +27,7 @@ GradientReduction = Literal["mean_over_ranks", "mean_over_senders", "sum"]
 
 @dataclass(frozen=True)
 class FeatureUse:
-    """How training uses the ids of one feature of a table: whether they insert, count and train.
+    """The use of one feature's ids in training: they may insert, count and train.
 
     By default they do all three. If several features have the same id in a batch, the id gets a row if any of
     them inserts; the row is scored if any of them counts, and updated with the gradients of those that train.

@@ -38,18 +38,11 @@ struct AdmitCall {
   // `device` has the ids.
   void check(const PreparedTables* waiting, const Device& device) const {
     check_tensor(kOp, "new_ids", new_ids, ScalarType::Long, device);
-    check_tensor(kOp, "occurrences", occurrences, ScalarType::Long, device);
-    check_size(kOp, "the number of occurrences", ids(), occurrences.numel());
+    check_numbers(kOp, "occurrences", occurrences, ScalarType::Long, ids(), device);
     TORCHREC_DYN_CHECK(tables() >= 0, kOp, ": expected new_offsets [T + 1], got none.");
     check_table_offsets(kOp, new_offsets, tables(), ids());
-    if (asks) {
-      check_tensor(kOp, "asks", *asks, ScalarType::Bool, device);
-      check_size(kOp, "the number of asks", ids(), asks->numel());
-    }
-    if (counted) {
-      check_tensor(kOp, "counted", *counted, ScalarType::Long, device);
-      check_size(kOp, "the number of counted", ids(), counted->numel());
-    }
+    check_numbers(kOp, "asks", asks, ScalarType::Bool, ids(), device);
+    check_numbers(kOp, "counted", counted, ScalarType::Long, ids(), device);
     check_tensor(kOp, "rules", rules, ScalarType::Long);
     check_size(kOp, "the elements of rules", 4 * tables(), rules.numel());
     check_tensor(kOp, "squares", squares, ScalarType::Double);
@@ -87,8 +80,8 @@ struct AdmitCall {
   NewIdsToAdmit new_ids_to_admit(const AdmissionRule* own_rules, const double* own_squares) const {
     return {const_data<int64_t>(new_ids),
             const_data<int64_t>(occurrences),
-            asks ? const_data<bool>(*asks) : nullptr,
-            counted ? const_data<int64_t>(*counted) : nullptr,
+            const_data<bool>(asks),
+            const_data<int64_t>(counted),
             own_rules,
             own_squares};
   }

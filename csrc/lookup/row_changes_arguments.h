@@ -55,12 +55,12 @@ struct AddRowsCall {
   std::optional<Tensor> places = arguments.read<std::optional<Tensor>>();
   Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
 
-  const int64_t* first_counts() const { return counts ? const_data<int64_t>(*counts) : nullptr; }
+  const int64_t* first_counts() const { return const_data<int64_t>(counts); }
   int64_t count(size_t t) const { return offsets[t + 1] - offsets[t]; }
   int64_t count_again(size_t t) const { return reused_offsets[t + 1] - reused_offsets[t]; }
 
   FillNew fill_new(const int64_t* new_row) const {
-    return {const_data<int64_t>(*new_index), places ? const_data<int64_t>(*places) : nullptr, new_row, new_ids.numel(),
+    return {const_data<int64_t>(*new_index), const_data<int64_t>(places), new_row, new_ids.numel(),
             mutable_data<int64_t>(*rows)};
   }
 
@@ -70,26 +70,19 @@ struct AddRowsCall {
     if (has_rows(*tables))
       check_size(kOp, "the number of initial rows", size, static_cast<int64_t>(tables->initial.size()));
     check_tensor(kOp, "new_ids", new_ids, ScalarType::Long, tables->device);
-    check_tensor(kOp, "new_rows", new_rows, ScalarType::Long, tables->device);
-    check_size(kOp, "the number of new_rows", new_ids.numel(), new_rows.numel());
+    check_numbers(kOp, "new_rows", new_rows, ScalarType::Long, new_ids.numel(), tables->device);
     check_tensor(kOp, "reused", reused, ScalarType::Long, tables->device);
     check_table_offsets(kOp, offsets, size, new_ids.numel());
     check_table_offsets(kOp, reused_offsets, size, reused.numel());
     for (const std::vector<int64_t>* numbers : {&first_rows, &steps})
       check_size(kOp, "the number of first_rows and steps", size, static_cast<int64_t>(numbers->size()));
-    if (counts) {
-      check_tensor(kOp, "counts", *counts, ScalarType::Long, tables->device);
-      check_size(kOp, "the number of counts", new_ids.numel(), counts->numel());
-    }
-    check_size(kOp, "1 with rows and 1 with new_index", rows.has_value(), new_index.has_value());
+    check_numbers(kOp, "counts", counts, ScalarType::Long, new_ids.numel(), tables->device);
+    check_numbers(kOp, "places", places, ScalarType::Long, new_ids.numel(), tables->device);
+    TORCHREC_DYN_CHECK(rows.has_value() == new_index.has_value(), kOp,
+                       ": expected both rows and new_index, or neither, got one of them.");
     if (rows) {
       check_tensor(kOp, "rows", *rows, ScalarType::Long, tables->device);
-      check_tensor(kOp, "new_index", *new_index, ScalarType::Long, tables->device);
-      check_size(kOp, "the number of new_index", rows->numel(), new_index->numel());
-    }
-    if (places) {
-      check_tensor(kOp, "places", *places, ScalarType::Long, tables->device);
-      check_size(kOp, "the number of places", new_ids.numel(), places->numel());
+      check_numbers(kOp, "new_index", new_index, ScalarType::Long, rows->numel(), tables->device);
     }
     for (size_t t = 0; t < tables->count(); ++t) {
       const int64_t fresh = count(t) - count_again(t), first = first_rows[t];
@@ -102,8 +95,7 @@ struct AddRowsCall {
     }
     SeparateMemory memory;
     if (rows) memory.writes(*rows);
-    memory.writes(new_rows).reads(new_ids).reads(reused).reads(counts).reads(new_index).reads(places);
-    memory.check(kOp, &tables->written);
+    memory.writes(new_rows).reads(new_ids, reused, counts, new_index, places).check(kOp, &tables->written);
   }
 };
 
@@ -133,10 +125,9 @@ struct RemoveRowsCall {
   void check() const {
     check_maps(kOp, *tables);
     check_tensor(kOp, "ids", ids, ScalarType::Long, tables->device);
-    check_tensor(kOp, "rows", rows, ScalarType::Long, tables->device);
-    check_size(kOp, "the number of rows", ids.numel(), rows.numel());
+    check_numbers(kOp, "rows", rows, ScalarType::Long, ids.numel(), tables->device);
     check_table_offsets(kOp, table_offsets, static_cast<int64_t>(tables->count()), ids.numel());
-    SeparateMemory().reads(ids).reads(rows).reads(table_offsets).check(kOp, &tables->written);
+    SeparateMemory().reads(ids, rows, table_offsets).check(kOp, &tables->written);
   }
 };
 

@@ -192,8 +192,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new_ids(const Tensor& ids, co
   const int64_t tables = table_offsets.numel() - 1;
   TORCHREC_DYN_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
   check_tensor("collect_new", "ids", ids, ScalarType::Long);
-  check_tensor("collect_new", "rows", rows, ScalarType::Long);
-  check_size("collect_new", "the number of rows", ids.numel(), rows.numel());
+  check_numbers("collect_new", "rows", rows, ScalarType::Long, ids.numel());
   check_table_offsets("collect_new", table_offsets, tables, ids.numel());
   const CollectedIds found = collect_new(const_data<int64_t>(ids), const_data<int64_t>(rows),
                                          const_data<int64_t>(table_offsets), tables, nullptr);

@@ -15,8 +15,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   const int64_t tables = table_offsets.numel() - 1;
   TORCHREC_DYN_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
   check_tensor("collect_new", "ids", ids, ScalarType::Long, kDevice);
-  check_tensor("collect_new", "rows", rows, ScalarType::Long, ids.device());
-  check_size("collect_new", "the number of rows", ids.numel(), rows.numel());
+  check_numbers("collect_new", "rows", rows, ScalarType::Long, ids.numel(), ids.device());
   check_table_offsets("collect_new", table_offsets, tables, ids.numel());
   const int64_t count = ids.numel();
   const int64_t* offsets = const_data<int64_t>(table_offsets);

@@ -1,4 +1,4 @@
-"""What usual tools of torch do with an unsharded collection, as docs/guide/inspect/tools.md says."""
+"""Usual tools of torch on an unsharded collection, as docs/guide/inspect/tools.md says."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ WRONG = [
     ("add_rows_", {"new_offsets": [0, 4, 3]}, "ascending table_offsets, got 4 before 3"),
     ("add_rows_", {"reused_offsets": [0, 1]}, "the number of table_offsets = 3, got 2"),
     ("add_rows_", {"first_rows": [6]}, "the number of first_rows and steps = 2, got 1"),
-    ("add_rows_", {"rows": None}, "1 with rows and 1 with new_index = 0, got 1"),
+    ("add_rows_", {"rows": None}, "both rows and new_index, or neither, got one of them"),
     ("add_rows_", {"places": whole(0)}, "the number of places = 3, got 1"),
     ("add_rows_", {"tables": whole(3)}, "the result of prepare_tables"),
     ("remove_rows_", {"rows": whole(0, 8, 0)}, r"rows in \[0, 8\), got 8"),

@@ -88,8 +88,8 @@ def _ids_here(table: Table, ids: Tensor) -> set[int]:
     for shard in table.shards[:1]:  # all column shards have the same ids
         with turn_of(table):
             maps = [shard.id_map]
-            if shard.life is not None and shard.life.waiting is not None:
-                maps.append(shard.life.waiting.id_map)
+            if shard.waiting is not None:
+                maps.append(shard.waiting.id_map)
             for id_map in maps:
                 here.update(ids[(id_map.lookup(ids.to(shard.device)) >= 0).cpu()].tolist())
     return here

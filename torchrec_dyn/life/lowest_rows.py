@@ -135,12 +135,12 @@ def lowest_rows(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Cho
 
 def _listed(searches: Sequence[Search], like: Tensor, handle: Tensor) -> list[Chosen]:
     """Returns the lowest rows of the tables whose lists are long enough; short lists are made anew."""
-    chosen = _fronts(searches, handle)
+    chosen = _fronts(searches, like, handle)
     short = [one for one in searches if one.table not in chosen.sizes]
     if not short:
         return [chosen]
     list_rows([_listing(one) for one in short], like, handle)
-    return [chosen, _fronts(short, handle)]
+    return [chosen, _fronts(short, like, handle)]
 
 
 def _listing(one: Search) -> Listing:
@@ -175,11 +175,11 @@ def expired_rows(
     return Chosen(ids, rows, _sizes([table for table, _, _ in due], offsets))
 
 
-def _fronts(searches: Sequence[Search], handle: Tensor) -> Chosen:
+def _fronts(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Chosen:
     """Returns the fronts of lists, without those that are too short."""
     full = [(one, one.listed) for one in searches if one.listed and len(one.listed) >= one.most]
     if not full:
-        return _nothing(handle)
+        return _nothing(like)
     spans = [listed.span(one.table, len(listed), one.most) for one, listed in full]
     ids, rows, offsets, firsts = ops.choose_listed(*_arguments(spans), handle)
     chosen = Chosen(ids, rows, _sizes([one.table for one, _ in full], offsets))
@@ -191,7 +191,7 @@ def _fronts(searches: Sequence[Search], handle: Tensor) -> Chosen:
             # Rows evicted, erased or seen since, which are skipped for ever. The chosen rows stay: they are
             # removed later, or not at all.
             listed.drop_to(first)
-    return _joined([chosen], ids, short) if short else chosen
+    return _joined([chosen], like, short) if short else chosen
 
 
 def _arguments(

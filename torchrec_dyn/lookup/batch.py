@@ -105,8 +105,8 @@ class Found(NamedTuple):
     """The rows of a batch before its step.
 
     Attributes:
-        out: [elements], its output, with zeros for absent ids; None if nothing was pooled. In training on a
-            CPU it is not initialised if ids are absent.
+        out: its output, in shape, with zeros for absent ids; None if nothing was pooled. In training on a CPU
+            it is not initialised if ids are absent.
         rows: [N] int64, -1 for an absent id.
         absent: [T], number of absent ids of each table, repeats counted.
         new: the distinct absent ids of tables that are not frozen; None if there are none, or nobody asked.

@@ -16,9 +16,8 @@ An exception before 7 undoes what was written: no table has changed.
 Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
 scored in 5. So 5 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
 
-Each part is an op over all tables, and rows of new ids are written and pooled by one each. A GPU's host waits
-for numbers: of expired ids in 1; of absent and of new ids in 2; of admitted ids in 3, if a rule decides;
-of the rows and counters of 5.
+Each part is an op over all tables. A GPU's host waits for numbers: of expired ids in 1; of absent and of new
+ids in 2; of admitted ids in 3, if a rule decides; of the rows and counters of 5.
 
 Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 

@@ -74,7 +74,7 @@ class Side:
         first = self._first
         self._version = first.version(keeps_erased=True)
         self._generations = [shard.generation for shard in self.table.shards]
-        waiting = None if first.life is None else first.life.waiting
+        waiting = first.waiting
         self._counters = _NO_COUNTERS.to(first.device)
         if waiting is not None:
             counters = waiting.export()
@@ -134,7 +134,7 @@ class Side:
 
     def _changed_counters(self) -> Tensor:
         """Returns the ids whose counter is not as it was, or is gone, [K] int64."""
-        waiting = None if self._first.life is None else self._first.life.waiting
+        waiting = self._first.waiting
         if waiting is None:
             return self._counters[0]
         now = waiting.export()

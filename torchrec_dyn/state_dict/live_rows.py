@@ -114,10 +114,10 @@ class LiveRows(RowSource):
         return {name: to_host(read_tensor(self._table.shards[0], name, places)) for name in names}
 
     def _read_waiting(self, places: Tensor) -> dict[str, Tensor]:
-        life = self._table.shards[0].life if self._table.has_first_column else None
-        if life is None or life.waiting is None:
+        waiting = self._table.shards[0].waiting if self._table.has_first_column else None
+        if waiting is None:
             return {name: self.nothing(name) for name in SCORES}
-        numbers = map(to_host, life.waiting.read(places))
+        numbers = map(to_host, waiting.read(places))
         return dict(zip(SCORES, numbers, strict=True))
 
     def _exchange(self, names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
@@ -170,10 +170,9 @@ class LiveRows(RowSource):
         shard = table.shards[0]
         if not waiting:
             return table.canonical(shard)
-        life = shard.life
-        if life is None or life.waiting is None:
+        if shard.waiting is None:
             return None
-        return CanonicalRows(life.waiting.id_map, shard.where, lambda: stamp_of(shard))
+        return CanonicalRows(shard.waiting.id_map, shard.where, lambda: stamp_of(shard))
 
     def _read_here(self, read: Callable[[], _T], unread: Callable[[], _T]) -> _T:
         """Reads on this rank. After a fault it gives `unread`, so that the other ranks come to the end."""

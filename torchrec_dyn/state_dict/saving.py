@@ -415,11 +415,11 @@ def _waiting_ids(table: Table) -> CanonicalRows | None:
     if not table.shards:
         return None
     first = table.shards[0]
-    if first.life is None or first.life.waiting is None:
+    if first.waiting is None:
         return None
-    return CanonicalRows(first.life.waiting.id_map, table.where, lambda: stamp_of(first))
+    return CanonicalRows(first.waiting.id_map, table.where, lambda: stamp_of(first))
 
 
 def _waiting_rows(shard: TableShard, ids: Tensor, places: Tensor) -> Tensor:
-    assert shard.life is not None and shard.life.waiting is not None
-    return torch.stack([ids, *shard.life.waiting.read(places)], dim=1)
+    assert shard.waiting is not None
+    return torch.stack([ids, *shard.waiting.read(places)], dim=1)

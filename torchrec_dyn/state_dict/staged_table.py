@@ -128,6 +128,6 @@ def append_rows(
 def append_waiting(shards: Sequence[TableShard], chunk: Mapping[str, Tensor]) -> None:
     """Adds the counters of ids that wait, "ids" and scores [M], to each of some shards."""
     for rows in shards:
-        if rows.life is not None and rows.life.waiting is not None:
+        if rows.waiting is not None:
             counters = (chunk[name].contiguous().to(rows.device) for name in ("ids", *SCORES))
-            rows.life.waiting.write(*counters)
+            rows.waiting.write(*counters)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
-from torchrec_dyn.life import NO_STEP, RowLife
+from torchrec_dyn.life import NO_STEP, AdmissionCounters, RowLife
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
 from torchrec_dyn.policies import making_room
 from torchrec_dyn.storage import (
@@ -37,7 +37,7 @@ from torchrec_dyn.table.counters import COUNTED, SharedCounters, TableCounters
 
 
 class Room(NamedTuple):
-    """What a table gets room for.
+    """The room to make in a table.
 
     Attributes:
         ids: more ids with rows.
@@ -54,8 +54,8 @@ def reserve_tables(rooms: Sequence[tuple[TableArrays, Room]]) -> None:
     """Makes room in tables, whose maps grow in one call."""
     maps = [(table.id_map, max(0, room.ids - room.removed)) for table, room in rooms]
     for table, room in rooms:
-        if room.counters and table.life is not None and table.life.waiting is not None:
-            maps.append((table.life.waiting.id_map, room.counters))
+        if room.counters and table.waiting is not None:
+            maps.append((table.waiting.id_map, room.counters))
     reserve_maps(maps)
     for table, room in rooms:
         table.reserve_rows(room.ids, room.counters)
@@ -227,6 +227,11 @@ class TableArrays:
     def device(self) -> torch.device:
         """The device of the rows."""
         return self.weights.device
+
+    @property
+    def waiting(self) -> AdmissionCounters | None:
+        """The counters of the ids that wait for admission; None if no policy counts them."""
+        return None if self.life is None else self.life.waiting
 
     @property
     def stores(self) -> tuple[RowStore, ...]:

@@ -137,7 +137,11 @@ class Additions:
             ids_of, rows_of = (parts_of(part, self._added.sizes) for part in (ids, self.rows))
             self._parts = {t: (ids_of[t], rows_of[t]) for t in special}
             if counts is None:
-                self._drops = _counter_removals(self._tables, ids_of)
+                self._drops = [
+                    waiting.removal(ids_of[t])
+                    for t, table in self._tables.items()
+                    if (waiting := table.waiting) is not None
+                ]
 
     @property
     def rows(self) -> Tensor:
@@ -167,19 +171,7 @@ def _is_special(table: TableArrays, drops_counters: bool) -> bool:
     """Returns True if new rows of a table have states of a rule in Python, are logged, or ids may wait."""
     if table.optimizer.own is not None or table.change_log is not None:
         return True
-    return drops_counters and table.life is not None and table.life.waiting is not None
-
-
-def _counter_removals(
-    tables: Mapping[int, TableArrays], ids_of: Mapping[int, Tensor]
-) -> list[RowRemoval]:
-    """Returns the removals of the counters of ids [M] int64 of tables."""
-    lives = {t: table.life for t, table in tables.items()}
-    return [
-        life.waiting.removal(ids_of[t])
-        for t, life in lives.items()
-        if life is not None and life.waiting is not None
-    ]
+    return drops_counters and table.waiting is not None
 
 
 class Removals:

@@ -66,8 +66,7 @@ class TableShard(TableArrays):
     @property
     def num_waiting(self) -> int:
         """Number of ids that wait for admission."""
-        waiting = None if self.life is None else self.life.waiting
-        return 0 if waiting is None else len(waiting)
+        return 0 if self.waiting is None else len(self.waiting)
 
     @locked
     def version(self, keeps_erased: bool = False) -> Version:
@@ -155,7 +154,7 @@ class TableShard(TableArrays):
     def prepare_erase(self, ids: Tensor) -> tuple[int, Callable[[], None]]:
         """Prepares `erase`: returns its result, and its commit, which is valid until the table changes."""
         ids = torch.unique(self._ids_here(ids, "erase"))
-        log, waiting = self.change_log, None if self.life is None else self.life.waiting
+        log, waiting = self.change_log, self.waiting
         with_row, rows = self.id_map.find(ids)
         removal = removal_of(self, with_row, rows, "erased")
         drop = None if waiting is None else waiting.removal(ids)
@@ -230,7 +229,7 @@ class TableShard(TableArrays):
         """
         life, counters = self.life, self.own.total_counters()
         stores = [*self.stores, life.scores.store] if life is not None else self.stores
-        waiting = None if life is None else life.waiting
+        waiting = self.waiting
         row_bytes = sum(store.row_bytes for store in stores)
         return {
             "rows": self.id_map.num_ids,
