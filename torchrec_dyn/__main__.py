@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchrec_dyn import serving
+from torchrec_dyn.checkpoint_format import StorePath, place_of
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
 from torchrec_dyn.serving import ROW_DTYPES
@@ -78,7 +79,7 @@ def _arguments() -> argparse.ArgumentParser:
         "ages and counts of its rows. A checkpoint's .metadata is a pickle: open only files that you trust.",
         epilog="Exit status: 0 no fault; 1 torn, damaged or not a checkpoint; 2 wrong usage.",
     )
-    inspect.add_argument("path", type=Path, help="directory of the checkpoint or delta")
+    inspect.add_argument("path", help="directory or URL of the checkpoint or delta")
     inspect.add_argument("--verify", action="store_true", help="read and check everything")
     inspect.add_argument(
         "--plot", type=Path, metavar="out.png", help="also plot the histograms to this file"
@@ -95,8 +96,8 @@ def _arguments() -> argparse.ArgumentParser:
         "which the runs differ.",
         epilog="Exit status: 0 equal, bit for bit; 1 different; 2 torn, damaged or wrong usage.",
     )
-    diff.add_argument("first", type=Path, help="directory of a checkpoint, a delta or a run")
-    diff.add_argument("second", type=Path, help="directory to compare it with, of the same kind")
+    diff.add_argument("first", help="directory or URL of a checkpoint, a delta or a run")
+    diff.add_argument("second", help="what to compare it with, of the same kind")
     diff.set_defaults(
         run=lambda chosen: not print_difference(chosen.first, chosen.second), failed=_IS_WRONG
     )
@@ -127,13 +128,15 @@ def _add_verify(verify: argparse.ArgumentParser) -> None:
         "The sums detect accidental damage, not forgery."
     )
     verify.epilog = "Exit status: 0 no damage; 1 torn, damaged or without sums; 2 wrong usage."
-    verify.add_argument("path", type=Path, help="the directory or file")
+    verify.add_argument("path", help="the directory, file or URL")
     verify.set_defaults(run=_verify)
 
 
 def _verify(chosen: argparse.Namespace) -> None:
-    path: Path = chosen.path
-    if (path / "current").exists() or any(path.glob("rows-*")):
+    path = place_of(chosen.path)
+    if isinstance(path, StorePath):  # served tables, and files of rows, lie on a disk
+        print(verify_checkpoint(path))
+    elif (path / "current").exists() or any(path.glob("rows-*")):
         size = serving.verify(path)
         print(f"served tables {path}: {size:,} bytes read and checked: no damage")
     elif path.is_file():
@@ -151,7 +154,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.epilog = (
         "Exit status of --once: 0 the newest entry is served; 1 it is not, or cannot be."
     )
-    follow.add_argument("path", type=Path, help="the directory of Checkpoints")
+    follow.add_argument("path", help="the directory or URL of Checkpoints")
     follow.add_argument("--to", type=Path, required=True, help="the directory of served tables")
     follow.add_argument(
         "--every",
@@ -216,7 +219,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.epilog = (
         "Exit status: 0 written; 1 torn, damaged, no such table or no disk space; 2 wrong usage."
     )
-    export.add_argument("path", type=Path, help="directory of a checkpoint, or of Checkpoints")
+    export.add_argument("path", help="directory or URL of a checkpoint, or of Checkpoints")
     export.add_argument("--table", help="name or key of the table; default: the only table")
     export.add_argument(
         "--to", type=Path, required=True, help="the file to write, *.parquet or *.arrow"

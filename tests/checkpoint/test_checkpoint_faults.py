@@ -121,7 +121,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Ten
     return path, rows
 
 
-FILES = ("extra-0.pt", "entry.json", "dense/__0_0.distcp", "dense/.metadata")
+FILES = ("extra-0.pt", "commit", "dense/__0_0.distcp", "dense/.metadata")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,8 @@ def test_a_flipped_bit(
     for later in list(kept.glob("*-0*"))[:]:
         if int(later.name[-1]) > number:
             shutil.rmtree(later)
-    file = kept / entry / name
+            (kept / "commits" / f"0000000{later.name[-1]}").unlink()
+    file = kept / entry / name if name != "commit" else kept / "commits" / f"0000000{number}"
     place = len(file.read_bytes()) // 8
     if name in ("changes/__0_0.distcp", "state/__0_0.distcp"):
         place = max(file.read_bytes().find(row.numpy().tobytes()) for row in line[1][number - 1])

@@ -16,7 +16,7 @@ import workers
 from another_process import start
 from checkpoint_cases import Setup, contents, optimizer_of, quietly, train
 from checkpoint_cases import new as new_collection
-from checkpoint_jobs import flip
+from checkpoint_jobs import flip, names
 from forked import forkserver
 from torchrec import KeyedJaggedTensor
 
@@ -151,7 +151,7 @@ def trained(chains: Callable[[int, int], Path], tmp_path: Path) -> Callable[[int
 def test_full_saves_are_kept_with_their_deltas(trained: Any, tmp_path: Path) -> None:
     entries = trained(2, 7).entries()
     assert [entry.step for entry in entries] == [4, 5, 6]
-    assert sorted(one.name for one in (tmp_path / "kept").iterdir() if one.is_dir()) == [
+    assert names(tmp_path / "kept") == [
         "delta-00000006", "full-00000005", "full-00000007"
     ]  # fmt: skip
 
@@ -353,12 +353,14 @@ def test_a_plain_value_is_not_loaded_into(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_a_directory_is_one_of_a_file_system(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_url_is_given_as_one(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="expected a directory of a file system, got 's3://bucket"):
-        Checkpoints("s3://bucket/job")
-    with pytest.raises(ValueError, match="of a file system, got 's3:/bucket"):
+    with pytest.raises(ValueError, match=r"s3:/bucket/job: expected a URL with ://.* Give a str"):
         Checkpoints(Path("s3://bucket/job"))
+    with pytest.raises(ValueError, match=r"nowhere://job: expected a URL that fsspec can open"):
+        Checkpoints("nowhere://job")
+    assert Checkpoints(f"file://{tmp_path}/job").path == tmp_path / "job"
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_delta_has_no_rows_that_did_not_change(trained: Any, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_killed_run_ends_as_one_that_was_not(
 
 PLACES = (
     *("checkpoints.changes_since", "entry_writing.split_state", "entry_writing.save_part"),
-    *("entry_writing.write_values", "dcp_files.digest_of_file"),
+    *("entry_writing.write_values", "dcp_files.open_writer"),
     *("entry_writing.commit_entry", "entry_writing.outdated", "entry_writing.remove_folders"),
 )
 

@@ -122,11 +122,11 @@ def test_files_of_another_checkpoint_are_found(folder, tmp_path):
 def test_an_index_that_cannot_be_read_is_no_damage(folder, monkeypatch):
     for error in (OSError(errno.EIO, "Input/output error"), MemoryError()):
         read = mock.Mock(side_effect=error)
-        monkeypatch.setattr(checkpoint_reader.FileSystemReader, "read_metadata", read)
+        monkeypatch.setattr(checkpoint_reader.PlaceReader, "read_metadata", read)
         with pytest.raises(type(error)):
             open_checkpoint(folder)
     monkeypatch.setattr(
-        checkpoint_reader.FileSystemReader, "read_metadata", mock.Mock(side_effect=KeyError)
+        checkpoint_reader.PlaceReader, "read_metadata", mock.Mock(side_effect=KeyError)
     )
     with pytest.raises(ValueError, match=r"\.metadata that can be read, got KeyError.* is damaged"):
         open_checkpoint(folder)

@@ -50,7 +50,7 @@ class Job:
 
 
 def names(path: Path) -> list[str]:
-    return sorted(one.name for one in path.iterdir() if one.is_dir())
+    return sorted(one.name for one in path.iterdir() if one.is_dir() and one.name != "commits")
 
 
 @contextmanager

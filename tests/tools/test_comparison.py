@@ -154,12 +154,12 @@ def test_steps_before_an_entry_that_cannot_be_read_are_not_called_equal(tmp_path
     assert status == 1 and "step 3: the first in both has other contents, in" in text
     status, text, _ = told(capsys, *paths)
     assert status == 1 and "step 1: the first in both has other contents, in" in text
-    (paths[1] / "full-00000003" / "entry.json").write_text("{")
+    (paths[1] / "commits" / "00000003").write_text("{")
     status, text, _ = told(capsys, *paths)
     assert status == 1 and "1 steps in both" in text
     assert "step 4: the first in both has other contents, in" in text
     for number in (1, 2, 4):
-        (paths[1] / f"full-0000000{number}" / "entry.json").write_text("{")
+        (paths[1] / "commits" / f"0000000{number}").write_text("{")
     status, _, error = told(capsys, *paths)
     assert status == 2 and f"an entry that can be read, got {paths[1]} without one: full-" in error
     assert error.endswith("Try again, or give another directory.\n")

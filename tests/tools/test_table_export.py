@@ -295,14 +295,15 @@ def test_a_missing_delta_and_a_damaged_row(
         export_table(tmp_path / "run", "plain", out, step=2)
     assert not out.exists()
     assert export_table(tmp_path / "run", "plain", out, step=2, columns=["id"]) == 6
-    commit = (third / "entry.json").read_text()
-    (third / "entry.json").write_text("{}")
+    file = third.parent / "commits" / "00000003"
+    commit = file.read_text()
+    file.write_text("{}")
     says = r"export_table: expected whole saves in .*delta-00000003: expected .*Step 1 is"
     with pytest.warns(UserWarning, match=says):
         export_table(tmp_path / "run", "plain", out, columns=["id"])
     assert main(["export", str(tmp_path / "run"), "--table", "old", "--to", str(out)]) == 0
     assert re.match(f"{says} read.\n", capsys.readouterr().err)
-    (third / "entry.json").write_text(commit)
+    file.write_text(commit)
     second.rename(tmp_path / "elsewhere")
     with pytest.raises(
         ValueError,

@@ -1,7 +1,7 @@
 """Checkpoints: a directory of full saves and deltas, from which training continues where it stopped.
 
 An entry has the dynamic tables, the dense part, the optimizer and what the caller adds, all of one moment.
-Its commit file is put last, when all other files are on the disk (checkpoint_format/entries.py). The ranks
+Its commit file is put last, when all other files are there (checkpoint_format/entries.py). The ranks
 meet twice in `save`, when all have prepared and when rank 0 commits; and twice in `restore`, when rank 0 has
 chosen an entry and when all have prepared its load. Beside that they exchange the data.
 """
@@ -9,7 +9,6 @@ chosen an entry and when all have prepared its load. Beside that they exchange t
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -44,6 +43,7 @@ from torchrec_dyn.checkpoint.entry_writing import (
     copied,
     dense_state,
     package_version,
+    remove_folders,
     remove_older,
     sources_of,
     write_entry,
@@ -61,11 +61,16 @@ from torchrec_dyn.checkpoint.forgetting import (
 from torchrec_dyn.checkpoint.restoring import Choice, LineLoad, Restored, choice_of
 from torchrec_dyn.checkpoint_format import (
     LOCK,
+    WRITTEN,
     Entry,
+    Place,
+    PlaceLike,
     SavedChain,
+    StorePath,
+    lasting_place_of,
     outdated,
     read_chain,
-    remove_folders,
+    remove_entries,
 )
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
 from torchrec_dyn.state_dict import TableSource
@@ -86,16 +91,17 @@ class Checkpoints:
 
     Args:
         path: the directory, on a file system that all ranks share. The first save makes it. A relative path
-            is resolved once, in the constructor.
+            is resolved once, in the constructor. Or a URL of fsspec, such as "s3://bucket/run".
         keep: number of full saves to keep, with the deltas after them.
         full_every: every `full_every`-th save is full, the others are deltas. 1: all saves are full, and no
             changes of tables are recorded.
 
     Raises:
-        ValueError: if a number is below 1, or the path is a URL, has a zero byte, or is not a path.
+        ValueError: if a number is below 1, the path has a zero byte or is not a path, or fsspec has no driver
+            for the URL.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, full_every: int = 1) -> None:
+    def __init__(self, path: PlaceLike, *, keep: int = 2, full_every: int = 1) -> None:
         for name, value in (("keep", keep), ("full_every", full_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Checkpoints: expected {name} of at least 1, got {value!r}.")
@@ -103,12 +109,7 @@ class Checkpoints:
             raise ValueError(
                 f"Checkpoints: expected the path of a directory, got {path!r}. Give a str or a Path."
             )
-        # Path would make a folder of the working directory of a URL, and has one slash of its two.
-        if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
-            raise ValueError(
-                f"Checkpoints: expected a directory of a file system, got {str(path)!r}. Mount it."
-            )
-        self.path = Path(path).absolute()  # os.chdir must not lead away from the lock
+        self.path = lasting_place_of(path)  # os.chdir must not lead away from the lock
         self._keep, self._full_every = keep, full_every
         self._marker: Marker | None = None  # of the last entry, if the next may be a delta
         self._line: list[Entry] = []  # a full save and the deltas to the last entry
@@ -276,11 +277,12 @@ class Checkpoints:
             for table in tables:
                 table.lock.check_at_rest()  # torn tables are not saved
             chain = SavedChain(self.path) if rank else self._open()
-            remove_folders(chain.unfinished)
+            if not isinstance(self.path, StorePath):
+                remove_folders(chain.unfinished)  # the lock says that nobody writes them
             dense, names = dense_state(model, optimizer, tables)
             sources, after = self._sources(model, tables, marker)
             prepared.extend((dense, names, sources, after, values, chain))
-            begun = self._next(chain), secrets.token_hex(16), time.time()
+            begun = self._next(chain, kind)
             counts = [source.counts() for source in sources]
             return begun, number, kind, digests, options_of(optimizer), counts
 
@@ -298,9 +300,9 @@ class Checkpoints:
         rows = rows_state(tables, sources, counts, names)
         if in_background:
             rows, dense = run_together(group, _SAVE, lambda: (copied(rows), copied(dense)))
-        sequence, identity, now = begun[0]
+        sequence, identity, name, now = begun[0]
         entry = Entry(
-            path=self.path / f"{kind}-{sequence:08}",
+            path=self.path / name,
             kind=kind,
             sequence=sequence,
             id=identity,
@@ -331,7 +333,7 @@ class Checkpoints:
                 rank,
                 None if rank or self._lock is not None else partial(self._open, makes=True),
             ),
-            partial(remove_older, chain.entries, self._keep),
+            partial(remove_older, chain, self._keep),
         )
 
     def _sources(
@@ -348,18 +350,17 @@ class Checkpoints:
 
         A directory that does not exist is made by the first save, when the arguments of all ranks are right.
         """
-        if makes:
-            self.path.mkdir(parents=True, exist_ok=True)
-        if self._lock is None and self.path.is_dir():
-            lock = filelock.FileLock(self.path / LOCK, timeout=0, thread_local=False)
-            try:
-                lock.acquire()
-            except filelock.Timeout:
-                raise RuntimeError(
-                    f"{self.path}: expected one job that writes, got a lock that another one holds. "
-                    "Wait until it has ended, or give another directory."
-                ) from None
-            self._lock = lock
+        if isinstance(self.path, StorePath):
+            if not self.path.is_written:
+                raise ValueError(
+                    f"{self.path}: expected a URL of {', '.join(WRITTEN)} to save to, got another, whose "
+                    "driver may let two writers create one file. Save to one of these, or to a path."
+                )
+        else:
+            if makes:
+                self.path.mkdir(parents=True, exist_ok=True)
+            if self._lock is None and self.path.is_dir():
+                self._lock = self._taken_lock(self.path)
         chain = read_chain(self.path)
         if chain.highest != self._highest:
             after = "a restore" if self._highest is None else f"save {self._highest}"
@@ -370,12 +371,25 @@ class Checkpoints:
         return chain
 
     @staticmethod
-    def _next(chain: SavedChain) -> int:
-        """Returns the sequence of the next entry: also folders that could not be removed keep their names."""
-        left = [
-            int(folder.name.partition("-")[2]) for folder in chain.unfinished if folder.exists()
-        ]
-        return 1 + max([chain.highest, *left])
+    def _taken_lock(path: Path) -> filelock.BaseFileLock:
+        lock = filelock.FileLock(path / LOCK, timeout=0, thread_local=False)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise RuntimeError(
+                f"{path}: expected one job that writes, got a lock that another one holds. "
+                "Wait until it has ended, or give another directory."
+            ) from None
+        return lock
+
+    def _next(self, chain: SavedChain, kind: str) -> tuple[int, str, str, float]:
+        """Returns sequence, id and folder name of the next entry, and the time of this moment."""
+        sequence, identity = chain.highest + 1, secrets.token_hex(16)
+        name = f"{kind}-{sequence:08}"
+        # In a store another writer may be at work; on a disk there may be a folder that could not be removed.
+        if isinstance(self.path, StorePath) or (self.path / name).exists():
+            name = f"{name}-{identity[:8]}"
+        return sequence, identity, name, time.time()
 
     def restore(
         self,
@@ -531,7 +545,7 @@ class Checkpoints:
         check_same(_FORGET, "step", steps, _SAME_STEP)
         wanted = union_of(named)
 
-        def find() -> tuple[list[Path], Any]:
+        def find() -> tuple[list[Place], Any]:
             if rank:
                 return [], ({}, [])
             chain = self._open()
@@ -551,9 +565,9 @@ class Checkpoints:
         def clear() -> None:
             if rank == 0:
                 chain = read_chain(self.path)
-                folders = [*(other.path for other in chain.entries), *chain.unfinished]
-                others = [folder for folder in folders if folder != entry.path]
-                remove_folders(others, ignore_errors=False)
+                others = [other for other in chain.entries if other.id != entry.id]
+                remove_entries(others, ignore_errors=False)
+                remove_folders(chain.unfinished, ignore_errors=False)
 
         run_together(group, _FORGET, clear)
         left = ids_in_model(tables, wanted)
@@ -565,7 +579,7 @@ class Checkpoints:
             )
         return Forgotten(entry, places_of(wanted, in_model, in_entries), unread, before)
 
-    def prune(self) -> list[Path]:
+    def prune(self) -> list[Place]:
         """Removes folders that are no longer kept. Not collective; only for the job that writes.
 
         The newest `keep` full saves stay, with all later entries. An entry from which training was restored
@@ -577,6 +591,6 @@ class Checkpoints:
         """
         if self._saving is not None:
             self._saving.wait()
-        folders = [entry.path for entry in outdated(read_chain(self.path).entries, self._keep)]
-        remove_folders(folders)
-        return folders
+        entries = outdated(read_chain(self.path).entries, self._keep)
+        remove_entries(entries)
+        return [entry.path for entry in entries]

@@ -6,13 +6,10 @@ DCP itself raises CheckpointException, and leaves the files of a save that faile
 from __future__ import annotations
 
 import io
-import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,9 +27,17 @@ from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     ROW_TENSORS,
     FileWriter,
+    Place,
+    PlaceFiles,
+    PlaceLike,
+    PlaceReader,
     SavedTensor,
-    digest_of_file,
+    StorePath,
     naming,
+    new_digest,
+    open_writer,
+    place_of,
+    remove_all,
 )
 from torchrec_dyn.ranks import run_together
 from torchrec_dyn.storage import lacks_memory
@@ -42,56 +46,43 @@ _BUFFER_BYTES = 1 << 20
 
 
 def save_files(
-    state: dict[str, Any],
-    path: str | os.PathLike[str],
-    group: dist.ProcessGroup | None,
-    call: str,
+    state: dict[str, Any], path: PlaceLike, group: dist.ProcessGroup | None, call: str
 ) -> None:
     """Saves a state dict to a new or empty directory, which an error removes. Collective with a `group`."""
-    writer = None if "://" in str(path) else TableWriter(path)
+    place = place_of(path)
+    writer = TableWriter(place)
     try:
-        save_part(state, path, writer, group)
-        if writer is not None and group is not None:
-            files = writer.files or [Path(path) / "__0_0.distcp"]  # rank 0 knows all files
+        save_part(state, writer, group)
+        if group is not None:
+            files = writer.files or [place / "__0_0.distcp"]  # rank 0 knows all files
             run_together(group, call, lambda: check_is_shared(files))
     except BaseException:
-        if writer is not None:
-            shutil.rmtree(path, ignore_errors=True)
+        remove_all(place)
         raise
 
 
-def save_part(
-    state: dict[str, Any],
-    path: str | os.PathLike[str],
-    writer: TableWriter | None,
-    group: dist.ProcessGroup | None,
-) -> None:
+def save_part(state: dict[str, Any], writer: TableWriter, group: dist.ProcessGroup | None) -> None:
     """Saves a state dict with a writer of files. Collective, unless `group` is None."""
+    with _faults_raised(writer.place):
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def load_files(
+    state: dict[str, Any], path: PlaceLike, planner: LoadPlanner, group: dist.ProcessGroup | None
+) -> None:
+    """Loads a state dict from a directory. Collective, unless `group` is None."""
     with _faults_raised(path):
-        dcp.save(
+        dcp.load(
             state,
-            checkpoint_id=path if writer is None else None,
-            storage_writer=writer,
+            storage_reader=PlaceReader(path),
+            planner=planner,
             process_group=group,
             no_dist=group is None,
         )
 
 
-def load_files(
-    state: dict[str, Any],
-    path: str | os.PathLike[str],
-    planner: LoadPlanner,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Loads a state dict from a directory. Collective, unless `group` is None."""
-    with _faults_raised(path):
-        dcp.load(
-            state, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None
-        )
-
-
 @contextmanager
-def _faults_raised(path: str | os.PathLike[str]) -> Iterator[None]:
+def _faults_raised(path: PlaceLike) -> Iterator[None]:
     """Raises an interrupt, a lack of memory or an error of the disk, all of which DCP wraps."""
     try:
         yield
@@ -106,7 +97,7 @@ def _faults_raised(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def check_is_shared(files: Iterable[Path]) -> None:
+def check_is_shared(files: Iterable[Place]) -> None:
     """Raises ValueError unless the files that other ranks have written are seen here."""
     deadline = time.monotonic() + knobs.SEEN_WITHIN_SECONDS
     for file in files:
@@ -119,25 +110,47 @@ def check_is_shared(files: Iterable[Path]) -> None:
             time.sleep(0.1)
 
 
-class _Files(FileSystem):
-    """DCP's files; a file that cannot be written raises an OSError with its name when it is complete."""
+class _Files(PlaceFiles):
+    """DCP's files; a file that cannot be written raises an OSError with its name when it is complete.
+
+    Attributes:
+        digests: of the files that were written, by name, taken while their bytes are sent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[str, str] = {}
+        self._metadata = b""  # for a store
 
     @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: PlaceLike, mode: str) -> Generator[io.IOBase, None, None]:
+        """Opens a file."""
+        place = place_of(path)
         if mode != "wb":
-            with super().create_stream(path, mode) as opened:
+            with super().create_stream(place, mode) as opened:
                 yield opened
-            return
-        raw = _Stream(path)
-        stream = io.BufferedWriter(raw, _BUFFER_BYTES)
-        try:
-            with naming(path):
-                yield stream
-        finally:
-            stream.close()
-            raw.end()
+        elif isinstance(place, StorePath) and place.name.endswith(".metadata.tmp"):
+            memory = io.BytesIO()
+            yield memory
+            self._metadata = memory.getvalue()
+        else:
+            raw = _Stream(place)
+            stream = io.BufferedWriter(raw, _BUFFER_BYTES)
+            try:
+                with naming(place):
+                    yield stream
+            finally:
+                stream.close()
+                raw.end()
+            self.digests[place.name] = raw.digest.hexdigest()
+
+    def rename(self, path: PlaceLike, new_path: PlaceLike) -> None:
+        """Gives DCP's metadata its name; a store, which cannot rename, gets it under that name only."""
+        place = place_of(new_path)
+        if isinstance(place, StorePath):
+            place.write_bytes(self._metadata)
+        else:
+            super().rename(path, new_path)
 
 
 class _Stream(io.RawIOBase):
@@ -147,11 +160,11 @@ class _Stream(io.RawIOBase):
     it cleans up after an error.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = FileWriter(path)
-        self._file.resize(0)
+    def __init__(self, path: Place) -> None:
+        self._file = open_writer(path)
         self._place = 0
         self._error: OSError | None = None
+        self.digest = new_digest()
 
     def writable(self) -> bool:
         return True
@@ -161,6 +174,7 @@ class _Stream(io.RawIOBase):
         if self._error is None:
             try:
                 self._file.write(self._place, given)
+                self.digest.update(given)
             except OSError as error:
                 self._error = error
         self._place += len(given)
@@ -170,13 +184,16 @@ class _Stream(io.RawIOBase):
         return self._place
 
     def fileno(self) -> int:
-        return self._file.fileno()
+        if isinstance(self._file, FileWriter):
+            return self._file.fileno()
+        return super().fileno()
 
     def end(self) -> None:
-        """Closes the file and raises the error that was kept."""
-        self._file.close()
+        """Closes the file, or drops it and raises the error that was kept."""
         if self._error is not None:
+            self._file.drop()
             raise self._error
+        self._file.close()
 
 
 _DIGESTS = "__digests"
@@ -185,7 +202,8 @@ _DIGESTS = "__digests"
 class TableWriter(FileSystemWriter):
     """The storage writer for `torch.distributed.checkpoint.save` of a state dict with dynamic tables.
 
-    It takes the arguments of DCP's `FileSystemWriter` and writes the same files, faster::
+    It takes the arguments of DCP's `FileSystemWriter`, with a path or a URL of fsspec, and writes the same
+    files, faster::
 
         dcp.save(state_dict, storage_writer=TableWriter(path))
 
@@ -195,21 +213,24 @@ class TableWriter(FileSystemWriter):
     as zip files reports a wrong CRC-32.
     """
 
-    files: Sequence[Path] = ()  # that the ranks have written; on rank 0
+    files: Sequence[Place] = ()  # that the ranks have written; on rank 0
     digests: Mapping[str, str] = {}  # of them, by path in the folder above; on rank 0
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: PlaceLike,
         *args: Any,
-        write_beside: Callable[[], Path] | None = None,
+        write_beside: Callable[[], tuple[str, str]] | None = None,
         before: Callable[[], object] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(path, *args, **options)
-        self.fs = _Files()
-        # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to
-        # all.
+        self._files = self.fs = _Files()
+        self.place = self.path = place_of(path)
+        if isinstance(self.place, StorePath):
+            self.sync_files = False
+        # Writes one file more of each rank and returns its name and digest: DCP brings the digests to rank 0,
+        # and an error to all.
         self._write_beside = write_beside
         self._before = before  # called before any file is written
 
@@ -231,9 +252,9 @@ class TableWriter(FileSystemWriter):
             written = super().write_data(plan, cast(SavePlanner, ahead))
         if self._write_beside is None:
             return written
-        files = [self._write_beside(), *self._files(written.value())]
-        folder = Path(self.path).parent
-        digests = {str(file.relative_to(folder)): digest_of_file(file) for file in files}
+        digests = {f"{self.place.name}/{name}": text for name, text in self._files.digests.items()}
+        beside, digest = self._write_beside()
+        digests[beside] = digest
         results: TorchFuture[list[WriteResult]] = TorchFuture()
         results.set_result([*written.value(), WriteResult(MetadataIndex(_DIGESTS), 0, digests)])
         return results
@@ -246,12 +267,9 @@ class TableWriter(FileSystemWriter):
         self.digests = {
             name: digest for rank_results in digests for name, digest in rank_results.items()
         }
-        self.files = self._files(written)
-        super().finish(metadata, [written])
-
-    def _files(self, written: Sequence[WriteResult]) -> list[Path]:
         names = {result.storage_data.relative_path for result in written}
-        return [Path(self.path) / name for name in sorted(names)]
+        self.files = [self.place / name for name in sorted(names)]
+        super().finish(metadata, [written])
 
 
 @contextmanager

@@ -10,7 +10,6 @@ Legend: N removed ids.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     ROW_TENSORS,
     MergedTable,
+    PlaceLike,
     SavedTable,
     add_sums,
     check_config,
@@ -44,7 +44,7 @@ _IN_ORDER = (
 Sums = Mapping[str, int]
 
 
-def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def apply_delta(model: nn.Module, path: PlaceLike) -> None:
     """Updates a copy of a model to the contents of the model when a delta was exported.
 
     The copy may have another plan, other ranks or no sharding, and, as when loading a checkpoint, another
@@ -54,7 +54,7 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
-        path: directory that `export_delta` wrote; every rank must be able to read it.
+        path: directory or URL that `export_delta` wrote; every rank must be able to read it.
 
     Raises:
         ValueError: on every rank, if the delta is torn or damaged, or does not begin at the present contents
@@ -176,7 +176,7 @@ def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:
     return map_of(ids[rows >= 0], rows[rows >= 0])
 
 
-def _tables_of(tables: Sequence[Table], path: str | os.PathLike[str]) -> dict[str, SavedTable]:
+def _tables_of(tables: Sequence[Table], path: PlaceLike) -> dict[str, SavedTable]:
     """Returns the tables of a delta by name, which are those of the copy."""
     delta = open_checkpoint(path)
     saved = {table.name: table for table in delta.tables.values()}

@@ -8,11 +8,9 @@ Legend: M ids, N removed ids.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,13 @@ from torch import Tensor, nn
 from torchrec_dyn.checkpoint.dcp_files import save_files
 from torchrec_dyn.checkpoint_format import (
     Part,
+    Place,
+    PlaceLike,
     SavedTensor,
     add_sums,
     as_words,
     optimizer_config,
+    place_of,
     to_bytes,
     whole_tensor,
 )
@@ -89,7 +90,7 @@ def _configs(table: Table) -> list[bytes]:
     return [to_bytes(config).numpy().tobytes() for config in configs]
 
 
-def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
+def export_delta(model: nn.Module, path: PlaceLike, since: Marker) -> Marker:
     """Writes the rows that changed since a marker, and the removed ids, for `apply_delta`.
 
     On a CPU it reads the changed rows, on a GPU all rows. Collective if the tables are sharded; for an
@@ -97,7 +98,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
 
     Args:
         model: the model that was given to `mark`.
-        path: a directory that does not exist yet, or is empty; the same for all ranks.
+        path: a directory or URL that does not exist yet, or is empty; the same for all ranks.
         since: the marker that `mark` or the last `export_delta` returned.
 
     Returns:
@@ -112,7 +113,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
     group = tables[0].group
 
     def prepare() -> list[_Numbers]:
-        _check_arguments(tables, Path(path), since)
+        _check_arguments(tables, place_of(path), since)
         prepared.append(changes_since(tables, since))
         return [change.counts() for change in prepared[0][0]]
 
@@ -208,7 +209,7 @@ def is_marker_of(marker: Marker, tables: Sequence[Table]) -> bool:
     return same_names and not any(_misfit(marker, table) for table in tables)
 
 
-def _check_arguments(tables: Sequence[Table], folder: Path, since: Marker) -> None:
+def _check_arguments(tables: Sequence[Table], folder: Place, since: Marker) -> None:
     """Raises ValueError unless the arguments of `export_delta` are right."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(

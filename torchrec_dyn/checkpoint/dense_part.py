@@ -5,12 +5,10 @@ The caller's values, and the numbers of the parameter groups, are in one file a 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_dyn.checkpoint_format import Entry, FileWriter
+from torchrec_dyn.checkpoint_format import Entry, Place, digest_of, write_file
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.storage import lacks_memory
 
@@ -111,7 +109,7 @@ def saved_values(
             ) from error
         is_of_rank = isinstance(value, DataLoader) or _is_of_rank(state)
         saved[name] = data
-        digests[name] = None if is_of_rank else hashlib.blake2b(data, digest_size=16).hexdigest()
+        digests[name] = None if is_of_rank else digest_of(data)
     return saved, digests
 
 
@@ -206,21 +204,16 @@ def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def write_values(
-    saved: Mapping[str, bytes], options: Mapping[str, Mapping[str, Any]], path: Path
-) -> Path:
-    """Writes the values of a rank, and the numbers of the parameter groups, to a file; returns its path."""
+    saved: Mapping[str, bytes], options: Mapping[str, Mapping[str, Any]], path: Place
+) -> tuple[str, str]:
+    """Writes the values of a rank, and numbers of parameter groups; returns the file's name and digest."""
     memory = io.BytesIO()
     values = {
         name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in saved.items()
     }
     torch.save({"values": values, "options": dict(options)}, memory)
-    file = FileWriter(path)
-    try:
-        file.write(0, memory.getvalue())
-        file.sync()
-    finally:
-        file.close()
-    return path
+    write_file(path, memory.getvalue())
+    return path.name, digest_of(memory.getvalue())
 
 
 def check_ranks(entry: Entry, world_size: int, left_out: Container[str]) -> None:
@@ -238,8 +231,7 @@ def check_ranks(entry: Entry, world_size: int, left_out: Container[str]) -> None
 def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Returns the values of a rank by name, and the numbers of the parameter groups."""
     path = entry.extra_of(min(rank, entry.world_size - 1))
-    entry.check_file(path.name)
-    saved = _load(path.read_bytes())
+    saved = _load(entry.check_file(path.name))
     values = {name: _load(data.numpy().tobytes()) for name, data in saved["values"].items()}
     return values, saved["options"]
 

@@ -30,12 +30,16 @@ from torchrec_dyn.checkpoint.dense_part import (
 from torchrec_dyn.checkpoint_format import (
     SUMMED,
     Entry,
+    Place,
+    SavedChain,
     SavedTable,
+    StorePath,
     commit_entry,
     digest_of_file,
     open_checkpoint,
     outdated,
-    remove_folders,
+    remove_all,
+    remove_entries,
 )
 from torchrec_dyn.ranks import Table, gather_results
 from torchrec_dyn.state_dict import TableSource, rows_left_out
@@ -108,37 +112,60 @@ def write_entry(
     """Writes the files, commits the entry, and returns it; leaves none after an error. Collective."""
     beside = partial(write_values, values, options, entry.extra_of(rank))
     writer = TableWriter(entry.dense, write_beside=beside)
+    commits = False
     try:
-        save_part(rows, entry.tables, TableWriter(entry.tables, before=make_directory), group)
-        save_part(dense, entry.dense, writer, group)
+        save_part(rows, TableWriter(entry.tables, before=make_directory), group)
+        save_part(dense, writer, group)
+        commits = True
         # Rank 0 knows the digests that all ranks have made.
         committed = gather_results(
             group, _CALL, lambda: None if rank else _commit(entry, writer.digests)
         )[0]
     except BaseException:
         with suppress(OSError):
-            remove_folders([entry.path])
+            _clear(entry, commits)
         raise
     assert committed is not None
     return committed
 
 
+def _clear(entry: Entry, commits: bool) -> None:
+    """Removes the files of a save that failed, unless it may be committed."""
+    # A store may have the commit file although it gave an error: its next save removes the files.
+    is_unknown = commits and isinstance(entry.path, StorePath)
+    if not is_unknown and not entry.commit.exists():
+        remove_folders([entry.path])
+
+
 def _commit(entry: Entry, digests: Mapping[str, str]) -> Entry:
-    """Puts the commit file."""
-    folder = entry.path
-    check_is_shared(folder / name for name in digests)
-    indexes = [folder / "dense" / ".metadata", entry.tables / ".metadata"]
-    own = {str(index.relative_to(folder)): digest_of_file(index) for index in indexes}
-    sums = sums_in_files(entry, open_checkpoint(entry.tables).tables.values())
-    entry = replace(entry, digests={**digests, **own}, sums=sums)
+    """Puts the commit file, when all other files are there."""
+    entry = _completed(entry, digests)
     commit_entry(entry)
     return entry
 
 
-def remove_older(before: Sequence[Entry], keep: int, entry: Entry) -> None:
-    """Removes what is no longer kept now that an entry is there; `before` are those before it, on rank 0."""
+def _completed(entry: Entry, digests: Mapping[str, str]) -> Entry:
+    """Returns an entry whose files are all there, with their digests and sums."""
+    folder = entry.path
+    check_is_shared(folder / name for name in digests)
+    indexes = (entry.dense, entry.tables)
+    own = {f"{part.name}/.metadata": digest_of_file(part / ".metadata") for part in indexes}
+    sums = sums_in_files(entry, open_checkpoint(entry.tables).tables.values())
+    return replace(entry, digests={**digests, **own}, sums=sums)
+
+
+def remove_folders(folders: Iterable[Place], ignore_errors: bool = True) -> None:
+    """Removes folders of saves that were not committed."""
+    for folder in folders:
+        remove_all(folder, ignore_errors)
+
+
+def remove_older(chain: SavedChain, keep: int, entry: Entry) -> None:
+    """Removes what is no longer kept now that an entry is there; `chain` is that before it, on rank 0."""
     try:
-        remove_folders(older.path for older in outdated([*before, entry], keep))
+        remove_entries(outdated([*chain.entries, entry], keep))
+        # In a store their writers may have been at work until now: none can commit this sequence any more.
+        remove_folders(folder for folder in chain.unfinished if folder != entry.path)
     except Exception as error:  # the entry is saved: training goes on
         warnings.warn(
             f"{_CALL}: expected older entries that can be removed, got {error!r}. They are tried again "

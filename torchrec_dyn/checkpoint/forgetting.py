@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import Entry, SavedTable, open_checkpoint
+from torchrec_dyn.checkpoint_format import Entry, Place, SavedTable, open_checkpoint
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, gather_results
 from torchrec_dyn.storage import turn_of
@@ -38,7 +37,7 @@ class Forgotten:
     entry: Entry
     places: Mapping[str, Mapping[int, Sequence[str]]]
     unread: Sequence[str]
-    removed: Sequence[Path]
+    removed: Sequence[Place]
 
     def __str__(self) -> str:
         lines = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,9 +24,9 @@ from torchrec_dyn.checkpoint.dense_part import (
 from torchrec_dyn.checkpoint.entry_writing import sums_in_files
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
-    ENTRY,
     Entry,
     MergedTable,
+    Place,
     SavedTable,
     check_config,
     check_optimizer,
@@ -69,7 +68,7 @@ class Restored(NamedTuple):
 Choice = tuple[list[tuple[Entry, list[Entry]]], str, int]
 
 
-def choice_of(path: Path, step: int | None) -> Choice:
+def choice_of(path: Place, step: int | None) -> Choice:
     """Returns what a restore of a directory may load: of a step, or of None the newest entry."""
     chain = read_chain(path)
     entries, fault = list(chain.entries), ""
@@ -217,7 +216,7 @@ def _check_files(line: Sequence[Entry], rank: int, ranks: int) -> None:
     files = [(last, name) for name in sorted(last.digests) if "/" in name]
     files += [(entry, f"{entry.tables.name}/.metadata") for entry in line[:-1]]
     for entry, name in files[rank::ranks]:
-        entry.check_file(name)
+        entry.check_long_file(name)
 
 
 def _check_sums(line: Sequence[Entry], saves: Sequence[Mapping[str, SavedTable]]) -> None:
@@ -227,7 +226,7 @@ def _check_sums(line: Sequence[Entry], saves: Sequence[Mapping[str, SavedTable]]
         for name in sorted({*sums, *entry.sums}):
             if sums.get(name) != entry.sums.get(name):
                 raise ValueError(
-                    f"{entry.tables}: expected table {name!r} with the content sums of {ENTRY}, "
+                    f"{entry.tables}: expected table {name!r} with the content sums of its commit, "
                     f"{entry.sums.get(name)}, got {sums.get(name)}: it is of another entry. {DAMAGED}"
                 )
 

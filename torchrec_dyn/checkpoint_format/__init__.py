@@ -35,15 +35,17 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     sum_of_small,
 )
 from torchrec_dyn.checkpoint_format.entries import (
-    ENTRY,
     LOCK,
     Entry,
     SavedChain,
     commit_entry,
+    commit_of,
+    digest_of,
     digest_of_file,
+    new_digest,
     outdated,
     read_chain,
-    remove_folders,
+    remove_entries,
 )
 from torchrec_dyn.checkpoint_format.file_writer import (
     FileWriter,
@@ -51,6 +53,16 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     replace_file,
     sync_to_disk,
     write_beside,
+)
+from torchrec_dyn.checkpoint_format.place_reader import PlaceFiles, PlaceReader
+from torchrec_dyn.checkpoint_format.places import (
+    Place,
+    PlaceLike,
+    lasting_place_of,
+    open_writer,
+    place_of,
+    remove_all,
+    write_file,
 )
 from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_config import (
@@ -68,3 +80,4 @@ from torchrec_dyn.checkpoint_format.saved_config import (
 )
 from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
 from torchrec_dyn.checkpoint_format.saved_tensor import Part, SavedTensor, numbers_of, whole_tensor
+from torchrec_dyn.checkpoint_format.store_path import WRITTEN, StorePath

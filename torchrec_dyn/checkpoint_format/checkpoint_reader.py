@@ -6,17 +6,15 @@ checkpoints whose origin you trust. Tensors are loaded with `weights_only=True`,
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import saved_config
@@ -27,6 +25,8 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     OPTIMIZER_CHECKSUM,
 )
 from torchrec_dyn.checkpoint_format.file_writer import naming
+from torchrec_dyn.checkpoint_format.place_reader import PlaceReader
+from torchrec_dyn.checkpoint_format.places import Place, PlaceLike, names_in, place_of, sizes_in
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.name_lists import listed
 
@@ -38,17 +38,20 @@ _DTYPES = {
 }
 
 
+AnyPlace = TypeVar("AnyPlace", Path, Place)
+
+
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """The tables that `open_checkpoint` found.
 
     Attributes:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or its place in a store.
         tables: tables by their key in the checkpoint, e.g. "model.sparse.ebc.embedding_bags.user".
         ownerless: keys of optimizer states that belong to no table here, or could belong to several tables.
     """
 
-    path: Path
+    path: Place
     tables: dict[str, SavedTable]
     ownerless: tuple[str, ...]
 
@@ -58,14 +61,14 @@ class SavedCheckpoint:
         return any(table.is_delta for table in self.tables.values())
 
 
-def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> SavedCheckpoint:
+def open_checkpoint(path: PlaceLike, table: str | None = None) -> SavedCheckpoint:
     """Finds the dynamic tables of a checkpoint and reads their configs.
 
     Model and optimizer state may have any keys in the saved state dict. Lengths of files and shapes are
     checked here; configs and rows are checked by their content sums when they are read.
 
     Args:
-        path: the directory that was given to `torch.distributed.checkpoint.save`.
+        path: the directory, or URL, that was given to `torch.distributed.checkpoint.save`.
         table: name or key of the tables to open, of which there may be none; None: all tables.
 
     Returns:
@@ -75,7 +78,7 @@ def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> S
         ValueError: if the directory is not a checkpoint, or is torn, damaged or of another format.
         OSError: if a file cannot be read.
     """
-    folder = Path(path)
+    folder = place_of(path)
     reader, metadata = open_files(folder)
     saved: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
     for key, tensor in metadata.state_dict_metadata.items():
@@ -99,7 +102,7 @@ def _are_among(names: set[str], tensors: Mapping[str, TensorStorageMetadata]) ->
     )
 
 
-def open_table(path: str | os.PathLike[str], name: str | None, where: str) -> SavedTable:
+def open_table(path: PlaceLike, name: str | None, where: str) -> SavedTable:
     """Returns the table with this name or key, None: the only one; raises ValueError if there is not one."""
     tables = [*open_checkpoint(path, name).tables.values()]
     if len(tables) != 1:
@@ -110,10 +113,12 @@ def open_table(path: str | os.PathLike[str], name: str | None, where: str) -> Sa
     return tables[0]
 
 
-def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
+def open_files(path: PlaceLike) -> tuple[PlaceReader, Metadata]:
     """Returns DCP's reader of a checkpoint, and the metadata; ValueError if it is no whole checkpoint."""
-    _check_is_checkpoint(folder)
-    reader, ends = FileSystemReader(folder), defaultdict[str, int](int)
+    folder = place_of(path)
+    sizes = sizes_in(folder)
+    _check_is_checkpoint(folder, sizes)
+    reader, ends = PlaceReader(folder), defaultdict[str, int](int)
     try:
         with naming(folder / ".metadata"):
             metadata = reader.read_metadata()
@@ -129,36 +134,38 @@ def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
         ) from error
     for name, end in ends.items():
         file = file_inside(folder, name, DAMAGED)
-        if not file.is_file():
+        size = (sizes if name == file.name else sizes_in(file.parent)).get(file.name)
+        if size is None:
             raise ValueError(f"{folder}: expected the file {name}, got none. {DAMAGED}")
-        if (length := file.stat().st_size) < end:
+        if size < end:
             raise ValueError(
-                f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {DAMAGED}"
+                f"{folder}: expected {end} bytes in {name}, got {size}: it is truncated. {DAMAGED}"
             )
     return reader, metadata
 
 
-def _check_is_checkpoint(folder: Path) -> None:
-    if (folder / ".metadata").is_file():
+def _check_is_checkpoint(folder: Place, files: Collection[str]) -> None:
+    if ".metadata" in files:
         return
-    inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["no directory"]
-    if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
+    names = names_in(folder)
+    is_folder = bool(names) or folder.is_dir()
+    if is_folder and all(name.endswith((".distcp", ".metadata.tmp")) for name in names):
         raise ValueError(
             f"{folder}: expected a checkpoint with .metadata, got none. It is torn: its save never "
             "finished. Use an earlier checkpoint."
         )
     raise ValueError(
         f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
-        f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
+        f"{'a directory without .metadata' if is_folder else 'no directory'}. "
         "Give the directory of a checkpoint."
     )
 
 
-def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
+def file_inside(folder: AnyPlace, name: Any, remedy: str, pattern: str = r"[^\0]+") -> AnyPlace:
     """Returns the path of a file in a directory, or below, whose name a file has; else ValueError."""
     is_name = isinstance(name, str) and re.fullmatch(pattern, name)
-    parts = Path(name).parts if is_name else ()
-    if not parts or Path(name).is_absolute() or ".." in parts:
+    parts = PurePath(name).parts if is_name else ()
+    if not parts or PurePath(name).is_absolute() or ".." in parts:
         raise ValueError(
             f"{folder}: expected the name of a file inside the directory, got {name!r:.100}. {remedy}"
         )
@@ -208,7 +215,7 @@ def _name_of(key: str) -> str:
 
 
 def _open_table(
-    reader: FileSystemReader, key: str, saved: Mapping[str, Mapping[str, TensorStorageMetadata]]
+    reader: PlaceReader, key: str, saved: Mapping[str, Mapping[str, TensorStorageMetadata]]
 ) -> SavedTable:
     """Returns a table and its optimizer state; saved: metadata by prefix and name."""
     where = f"table '{key}' in {reader.path}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 import mmap
-import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
 from torchrec_dyn.checkpoint_format.file_writer import naming
+from torchrec_dyn.checkpoint_format.place_reader import PlaceReader
+from torchrec_dyn.checkpoint_format.store_path import RangeFile, StorePath
 from torchrec_dyn.storage import lacks_memory, to_host
 
 # The records of an archive before its numbers are shorter.
@@ -66,7 +66,7 @@ class ChunkedTensor:
         shape: Sequence[int],
         dtype: torch.dtype,
         is_read_once: bool = False,
-        reader: FileSystemReader | None = None,
+        reader: PlaceReader | None = None,
     ) -> None:
         self._where, self.key, self.shape, self.dtype = where, key, tuple(shape), dtype
         self._rows, self._columns = _rows_and_columns(self.shape)
@@ -80,7 +80,7 @@ class ChunkedTensor:
 
     @classmethod
     def in_files(
-        cls, where: str, reader: FileSystemReader, key: str, saved: TensorStorageMetadata
+        cls, where: str, reader: PlaceReader, key: str, saved: TensorStorageMetadata
     ) -> ChunkedTensor:
         """Returns a tensor of a checkpoint; `reader` is set up with the metadata, as of `open_files`."""
         tensor = cls(where, key, saved.size, saved.properties.dtype, reader=reader)
@@ -200,7 +200,7 @@ class ChunkedTensor:
             raise self._damaged(f"an archive of {chunk.entry.length} bytes", "a longer one")
         return int(chunk.entry.offset + at)
 
-    def _load(self, file: io.BufferedReader, chunk: _Chunk, device: str) -> Tensor:
+    def _load(self, file: io.BufferedReader | RangeFile, chunk: _Chunk, device: str) -> Tensor:
         assert self._reader is not None
         try:
             stream = self._reader._slice_file(file, chunk.entry)
@@ -220,10 +220,14 @@ class ChunkedTensor:
         return saved
 
     @contextmanager
-    def _open(self, chunk: _Chunk) -> Iterator[io.BufferedReader]:
+    def _open(self, chunk: _Chunk) -> Iterator[io.BufferedReader | RangeFile]:
         assert self._reader is not None
-        path = os.path.join(self._reader.path, chunk.entry.relative_path)
-        with naming(path), open(path, "rb") as file:
+        entry = chunk.entry
+        place = self._reader.path / entry.relative_path
+        if isinstance(place, StorePath):
+            yield RangeFile(place, entry.offset + entry.length)
+            return
+        with naming(place), open(place, "rb") as file:
             yield file
 
     def _damaged(self, expected: str, got: str) -> ValueError:

@@ -1,9 +1,10 @@
-"""A checkpoint directory: full saves and deltas, each an entry in a folder of its own.
+"""A checkpoint directory, on a disk or in a store: full saves and deltas, each in a folder of its own.
 
-The files of an entry are written first, its commit file `entry.json` last. So a folder is in one of three
-states: committed; unfinished (no commit file), which the next save clears away; or not to be judged (a read
-error, another format, not ours), which is never removed. The commit file names the entry before by its random
-id.
+The files of an entry are written first, its commit file last: `commits/<sequence>`, which is created only
+if there is none, so one of two writers gets the sequence. A folder is in one of three states: committed;
+unfinished (no commit file names it), which the next save clears away; or not to be judged (a read error,
+another format, not ours), which is never removed. The commit file names the entry before by its random id.
+Beside it are empty files whose names say that a restore of the entry failed, or succeeded.
 The writer is checkpoint/checkpoints.py.
 """
 
@@ -11,27 +12,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from pathlib import Path
+from itertools import chain, count
 from typing import Any
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import file_inside
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, SUMMED
-from torchrec_dyn.checkpoint_format.file_writer import replace_file, sync_to_disk
+from torchrec_dyn.checkpoint_format.file_writer import sync_to_disk
+from torchrec_dyn.checkpoint_format.places import (
+    Place,
+    PlaceLike,
+    create_file,
+    names_in,
+    place_of,
+    remove_all,
+    write_file,
+)
+from torchrec_dyn.checkpoint_format.store_path import StorePath
 
-FORMAT = 2
+FORMAT = 3
 LOCK = "writer.lock"
-ENTRY = "entry.json"
-_FAILED, _RESTORED = "failed_to_load", "restored_from"  # files in the folder of an entry
-_NAME = re.compile(r"(full|delta)-(\d{8,})")
+COMMITS = "commits"
+# The name of a folder ends with a part of its random id where no lock keeps out a second writer.
+_NAME = re.compile(r"(full|delta)-(\d{8,})(-[0-9a-f]{8})?")
+_COMMIT = re.compile(r"(\d{8,})(?:\.(failed|restored-(\d+)))?")
+_OLDER = "entry.json"  # the commit file of formats 1 and 2, in the folder of an entry
 _DIGEST_BYTES = 16
-_READ_BYTES = 1 << 20
+_READ_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class Entry:
             restored.
     """
 
-    path: Path
+    path: Place
     kind: str
     sequence: int
     id: str
@@ -82,12 +94,17 @@ class Entry:
         return self.kind == "full"
 
     @property
-    def tables(self) -> Path:
+    def commit(self) -> Place:
+        """The commit file."""
+        return commit_of(self.path.parent, self.sequence)
+
+    @property
+    def tables(self) -> Place:
         """Folder of the DCP checkpoint of the dynamic tables: full tables, or their changes (a delta)."""
         return self.path / ("state" if self.is_full else "changes")
 
     @property
-    def dense(self) -> Path:
+    def dense(self) -> Place:
         """Folder of the DCP checkpoint of everything but the dynamic tables."""
         return self.path / "dense"
 
@@ -98,7 +115,7 @@ class Entry:
             for table, text in self.sums.items()
         }
 
-    def extra_of(self, rank: int) -> Path:
+    def extra_of(self, rank: int) -> Place:
         """Returns the file of the `extra` values of a rank."""
         return self.path / f"extra-{rank}.pt"
 
@@ -109,9 +126,17 @@ class Entry:
             del values[name]
         return json.dumps({**values, "digest": _digest_of(values)}, sort_keys=True)
 
-    def check_file(self, name: str) -> None:
-        """Raises ValueError unless a file of the entry matches its digest."""
-        digest = digest_of_file(file_inside(self.path, name, DAMAGED))
+    def check_file(self, name: str) -> bytes:
+        """Returns the bytes of a file; raises ValueError unless they match the digest in the entry."""
+        data = file_inside(self.path, name, DAMAGED).read_bytes()
+        self._compare(name, digest_of(data))
+        return data
+
+    def check_long_file(self, name: str) -> None:
+        """As `check_file`, in little memory."""
+        self._compare(name, digest_of_file(file_inside(self.path, name, DAMAGED)))
+
+    def _compare(self, name: str, digest: str) -> None:
         if digest != self.digests.get(name):
             raise ValueError(
                 f"{self.path / name}: expected digest {self.digests.get(name)}, got {digest}. {DAMAGED}"
@@ -120,13 +145,16 @@ class Entry:
     def note_failed(self) -> None:
         """Records in the directory that a restore of the entry failed."""
         with suppress(OSError):  # readers may have a directory that they cannot write
-            (self.path / _FAILED).touch()
+            write_file(self._mark("failed"), b"")
 
     def note_restored(self, highest: int) -> None:
         """Records in the directory that the entry was restored when `highest` was the highest sequence."""
         with suppress(OSError):
-            (self.path / _FAILED).unlink(missing_ok=True)
-            (self.path / _RESTORED).write_text(str(highest))
+            self._mark("failed").unlink(missing_ok=True)
+            write_file(self._mark(f"restored-{highest}"), b"")
+
+    def _mark(self, text: str) -> Place:
+        return self.commit.parent / f"{self.commit.name}.{text}"
 
 
 @dataclass(frozen=True)
@@ -141,11 +169,22 @@ class SavedChain:
         highest: the highest sequence of a folder that is not unfinished, 0 without one.
     """
 
-    path: Path
+    path: Place
     entries: Sequence[Entry] = ()
     skipped: Sequence[str] = ()
-    unfinished: Sequence[Path] = ()
+    unfinished: Sequence[Place] = ()
     highest: int = 0
+
+    def is_newest(self) -> bool:
+        """Returns True if the last entry is there, and none after it."""
+        if not self.entries or self.skipped:
+            return False
+        last = self.entries[-1]
+        try:
+            is_there = _read_entry(self.path, last.sequence, ()).id == last.id
+        except (OSError, ValueError):
+            return False
+        return is_there and not commit_of(self.path, last.sequence + 1).is_file()
 
     @cached_property
     def _by_id(self) -> dict[str, Entry]:
@@ -177,69 +216,122 @@ class SavedChain:
         return None
 
 
-def read_chain(path: str | os.PathLike[str]) -> SavedChain:
+def commit_of(path: Place, sequence: int) -> Place:
+    """Returns the commit file of an entry of a directory."""
+    return path / COMMITS / f"{sequence:08}"
+
+
+def read_chain(path: PlaceLike) -> SavedChain:
     """Returns the entries of a checkpoint directory; of a directory that does not exist, none."""
-    folder = Path(path)
-    entries, skipped, unfinished, highest = [], [], [], 0
-    for place in sorted(folder.iterdir()) if folder.is_dir() else []:
-        name = _NAME.fullmatch(place.name)
-        if name is None:
-            continue
+    folder = place_of(path)
+    commits: dict[int, list[re.Match[str]]] = defaultdict(list)
+    for match in filter(None, map(_COMMIT.fullmatch, sorted(names_in(folder / COMMITS)))):
+        commits[int(match[1])].append(match)
+    folders: dict[int, list[str]] = defaultdict(list)
+    for named in filter(None, map(_NAME.fullmatch, sorted(names_in(folder)))):
+        folders[int(named[2])].append(named[0])
+    entries: list[Entry] = []
+    skipped: dict[int, str] = {}
+    highest = 0
+    listed = sorted(number for number, matches in commits.items() if not matches[0][2])
+    # A listing may be older than the last commits, which are found by their names.
+    for number in chain(listed, count(listed[-1] + 1 if listed else 1)):
         try:
-            entry = _read_entry(place)
+            entry = _read_entry(folder, number, commits.get(number, ()))
         except FileNotFoundError:
-            unfinished.append(place)
-            continue
+            if number not in listed:
+                break
+            continue  # it was removed after the listing
         except (OSError, ValueError) as error:
-            skipped.append(f"{place.name}: {str(error).rstrip('.')}.")
+            name = (folders.pop(number, []) or [f"{COMMITS}/{number:08}"])[0]
+            skipped[number] = f"{name}: {str(error).rstrip('.')}."
         else:
-            entries.append(entry)
-        highest = max(highest, int(name[2]))
-    entries.sort(key=lambda entry: entry.sequence)
-    return SavedChain(folder, entries, skipped, unfinished, highest)
+            own = folders[number]
+            if entry.path.name in own:
+                own.remove(entry.path.name)
+                entries.append(entry)
+            elif entry.extra_of(0).exists():
+                entries.append(entry)
+            # else its folder was removed by hand
+        highest = number
+    unfinished: list[Place] = []
+    for number, names in folders.items():
+        for name in names:
+            if (folder / name / _OLDER).exists():
+                why = f"expected format {FORMAT}, got an older one. Read it with the version that wrote it."
+                skipped[number], highest = f"{name}: {why}", max(highest, number)
+            else:
+                unfinished.append(folder / name)
+    lines = [skipped[number] for number in sorted(skipped)]
+    return SavedChain(folder, entries, lines, unfinished, highest)
 
 
-def _read_entry(folder: Path) -> Entry:
-    """Returns the entry of a folder; raises ValueError if its commit file is none of this format."""
-    values = json.loads((folder / ENTRY).read_text())
+def _read_entry(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) -> Entry:
+    """Returns the entry of a commit file; raises ValueError if it is none of this format."""
+    values = json.loads(commit_of(folder, sequence).read_bytes())
     number = values.get("format") if isinstance(values, dict) else None
     if number != FORMAT:
         raise ValueError(
-            f"expected format {FORMAT} in {ENTRY}, got {number}. Read it with the version that wrote it."
+            f"expected format {FORMAT}, got {number}. Read it with the version that wrote it."
         )
     digest, names = values.pop("digest", None), {field.name for field in fields(Entry)}
-    if digest != _digest_of(values) or folder.name != values.get("name"):
-        raise ValueError(f"expected {ENTRY} with digest {digest}, got another. {DAMAGED}")
-    restored_at = folder / _RESTORED
-    text = restored_at.read_text() if restored_at.exists() else ""
+    if digest != _digest_of(values) or sequence != values.get("sequence"):
+        raise ValueError(f"expected a commit with digest {digest}, got another. {DAMAGED}")
+    restored = [int(mark[3]) for mark in marks if mark[3]]
     return Entry(
         **{name: values[name] for name in names & values.keys()},
-        path=folder,
-        has_failed=(folder / _FAILED).exists(),
-        restored_at=int(text) if text.isdigit() else None,
+        path=folder / values["name"],
+        has_failed=any(mark[2] == "failed" for mark in marks),
+        restored_at=max(restored, default=None),
     )
 
 
 def _digest_of(values: Mapping[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
-def digest_of_file(path: Path) -> str:
-    """Returns the digest of a file: BLAKE2b, as hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    with open(path, "rb") as file:
+def digest_of(data: bytes) -> str:
+    """Returns the digest of bytes: BLAKE2b, as hexadecimal digits."""
+    return new_digest(data).hexdigest()
+
+
+def new_digest(data: bytes = b"") -> hashlib.blake2b:
+    """Returns a digest of bytes, to which more bytes may be added."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES)
+
+
+def digest_of_file(path: Place) -> str:
+    """Returns the digest of a file."""
+    digest = new_digest()
+    with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
             digest.update(data)
     return digest.hexdigest()
 
 
 def commit_entry(entry: Entry) -> None:
-    """Makes the folder of an entry an entry, when all of its files are on the disk."""
-    inside = [path for path in entry.path.iterdir() if path.is_dir()]
-    for folder in [*inside, entry.path, entry.path.parent]:
-        sync_to_disk(folder)
-    replace_file(entry.path / ENTRY, entry.as_json().encode())
+    """Makes the folder of an entry an entry, when all of its files are there.
+
+    Raises:
+        ValueError: if another writer has the sequence.
+    """
+    if not isinstance(entry.path, StorePath):
+        inside = [path for path in entry.path.iterdir() if path.is_dir()]
+        for folder in [*inside, entry.path, entry.path.parent]:
+            sync_to_disk(folder)
+    data = entry.as_json().encode()
+    try:
+        create_file(entry.commit, data)
+    except OSError:
+        # The file may be there nevertheless: of another writer, or ours, after an answer that was lost.
+        with suppress(FileNotFoundError):
+            if entry.commit.read_bytes() == data:
+                return
+            raise ValueError(
+                f"{entry.path.parent}: expected to write save {entry.sequence}, got one of another writer. "
+                "End one of the two jobs, and restore."
+            ) from None
+        raise
 
 
 def outdated(entries: Sequence[Entry], keep: int) -> list[Entry]:
@@ -269,9 +361,13 @@ def _oldest_counted(entries: Sequence[Entry], keep: int) -> int:
     return 0 if failed > oldest else oldest
 
 
-def remove_folders(folders: Iterable[Path], ignore_errors: bool = True) -> None:
-    """Removes folders of entries: the commit file first, so that a reader sees a whole entry or none."""
-    for folder in folders:
-        (folder / ENTRY).unlink(missing_ok=True)
-        sync_to_disk(folder)
-        shutil.rmtree(folder, ignore_errors=ignore_errors)
+def remove_entries(entries: Iterable[Entry], ignore_errors: bool = True) -> None:
+    """Removes entries: the commit file first, so that a reader sees a whole entry or none."""
+    for entry in entries:
+        entry.commit.unlink(missing_ok=True)
+        if not isinstance(entry.path, StorePath):
+            sync_to_disk(entry.commit.parent)
+        for name in names_in(entry.commit.parent):
+            if name.startswith(f"{entry.commit.name}."):
+                (entry.commit.parent / name).unlink(missing_ok=True)
+        remove_all(entry.path, ignore_errors)

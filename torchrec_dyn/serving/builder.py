@@ -25,6 +25,7 @@ from torch import Tensor
 from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     MergedTable,
+    PlaceLike,
     SavedTable,
     content_sum,
     open_checkpoint,
@@ -73,7 +74,7 @@ Folder = str | os.PathLike[str]
 
 
 def build(
-    checkpoint: Folder,
+    checkpoint: PlaceLike,
     out: Folder,
     rows: torch.dtype = torch.float32,
     tables: Sequence[str] | None = None,
@@ -84,7 +85,7 @@ def build(
     against the content sums of the checkpoint; the memory used does not grow with the tables.
 
     Args:
-        checkpoint: directory of the checkpoint.
+        checkpoint: directory or URL of the checkpoint.
         out: the directory to make.
         rows: dtype of the served rows: float32, float16, int8 or int4 (row_format.py).
         tables: names of the tables to serve; None: all dynamic tables of the checkpoint.
@@ -98,7 +99,7 @@ def build(
 
 
 def build_new(
-    checkpoints: Sequence[Folder],
+    checkpoints: Sequence[PlaceLike],
     target: Path,
     rows: torch.dtype,
     tables: Sequence[str] | None,
@@ -126,14 +127,14 @@ def build_new(
     return generation
 
 
-def build_again(folder: Folder, checkpoint: Folder) -> None:
+def build_again(folder: Folder, checkpoint: PlaceLike) -> None:
     """Replaces served tables with those of a checkpoint, in a new generation.
 
     The files of all other generations are removed. Processes that have mapped these can still read them.
 
     Args:
         folder: directory that `build` made; the dtype and names of its tables stay the same.
-        checkpoint: directory of a full checkpoint.
+        checkpoint: directory or URL of a full checkpoint.
 
     Raises:
         ValueError: if the checkpoint is a delta, is damaged or lacks a table, another process writes, or the
@@ -146,7 +147,7 @@ def build_again(folder: Folder, checkpoint: Folder) -> None:
 
 
 def build_instead(
-    checkpoints: Sequence[Folder],
+    checkpoints: Sequence[PlaceLike],
     path: Path,
     rows: torch.dtype,
     tables: Sequence[str] | None,
@@ -160,7 +161,7 @@ def build_instead(
 
 
 def _merged_tables(
-    checkpoints: Sequence[Folder], names: Sequence[str] | None, where: str
+    checkpoints: Sequence[PlaceLike], names: Sequence[str] | None, where: str
 ) -> dict[str, MergedTable]:
     """Returns the tables by name as they are after a full checkpoint and the deltas after it."""
     saved = _chosen_tables(open_checkpoint(checkpoints[0]).tables, names, where)

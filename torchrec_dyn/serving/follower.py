@@ -9,6 +9,7 @@ deltas after it are built aside, and served if they are not older.
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,11 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
     Entry,
+    Place,
+    PlaceLike,
     SavedChain,
     SavedTable,
+    lasting_place_of,
     open_checkpoint,
     read_chain,
 )
@@ -76,7 +80,7 @@ class Followed:
     is_fork: bool = False
 
     @property
-    def dense(self) -> Path:
+    def dense(self) -> Place:
         """Folder of the DCP checkpoint with the dense part, for `dcp.load`."""
         return self.entry.dense
 
@@ -85,7 +89,7 @@ class Follower:
     """Brings a directory of served tables to the newest entry of a directory of `Checkpoints`.
 
     Args:
-        path: the directory of `Checkpoints`.
+        path: the directory of `Checkpoints`, or its URL.
         to: the directory of served tables. The first call of `poll` makes it.
         rows: dtype of the served rows, as in `build`; None: the dtype already served, float32 at first.
         tables: names of the tables to serve; None: the tables already served, all tables at first.
@@ -103,7 +107,7 @@ class Follower:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: PlaceLike,
         to: str | os.PathLike[str],
         *,
         rows: torch.dtype | None = None,
@@ -112,7 +116,8 @@ class Follower:
         follow_forks: bool = False,
     ) -> None:
         # The process may change its working directory.
-        self.path, self.to, self.since = Path(path).absolute(), Path(to).absolute(), since
+        self.path, self.to, self.since = lasting_place_of(path), Path(to).absolute(), since
+        self._chain = SavedChain(self.path)
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
         self._known: Manifest | None = None  # the last that was read; its file may be lost since
@@ -201,7 +206,15 @@ class Follower:
                     "from another directory."
                 )
         self._known = manifest
-        return name, None, read_chain(self.path)
+        return name, None, self._read_chain()
+
+    def _read_chain(self) -> SavedChain:
+        """Returns the entries. Once the last is served, a look asks for it and for the one after it only."""
+        last = self._chain.entries[-1:]
+        is_served = self._served is not None and [entry.id for entry in last] == [self._served.id]
+        if not is_served or not self._chain.is_newest():
+            self._chain = read_chain(self.path)
+        return self._chain
 
     def _to_newest(self) -> Followed | None:
         generation, damage, chain = self._look()
@@ -378,11 +391,11 @@ def _seconds_since(entry: Entry) -> float:
 
 def _sequence_of(line: str) -> int:
     """Returns the sequence of the entry that a line of a report begins with."""
-    return int(line.partition(":")[0].rpartition("-")[2])
+    return int(re.split("[-/:]", line)[1])
 
 
 def follow(
-    path: str | os.PathLike[str],
+    path: PlaceLike,
     to: str | os.PathLike[str],
     *,
     every: float = 1.0,
@@ -397,7 +410,7 @@ def follow(
     follower tries again, at longer and longer intervals, while the fault lasts.
 
     Args:
-        path: the directory of `Checkpoints`.
+        path: the directory of `Checkpoints`, or its URL.
         to: the directory of served tables.
         every: seconds between two polls, from 0 to 10^9.
         rows: see `Follower`.

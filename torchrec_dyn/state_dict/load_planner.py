@@ -8,15 +8,13 @@ not change before `load_state_dict`.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -34,6 +32,8 @@ from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     ChunkedTensor,
+    PlaceLike,
+    PlaceReader,
     SavedTensor,
     open_files,
 )
@@ -53,9 +53,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Args:
         *options: positional arguments of DCP's planner.
-        path: directory of the checkpoint. With it, each rank finds its rows from a few of the saved ids and
-            reads no other rows, which is faster. Without it, DCP's reader loads all rows on each rank, chunk
-            by chunk, and the rank keeps its own rows.
+        path: directory or URL of the checkpoint. With it, each rank finds its rows from a few of the saved
+            ids and reads no other rows, which is faster. Without it, DCP's reader loads all rows on each
+            rank, chunk by chunk, and the rank keeps its own rows.
         **named: keyword arguments of DCP's planner, such as `allow_partial_load`.
     """
 
@@ -65,9 +65,7 @@ class LoadPlanner(DefaultLoadPlanner):
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _deltas: set[str]  # names of tables of which only the changes were saved
 
-    def __init__(
-        self, *options: Any, path: str | os.PathLike[str] | None = None, **named: Any
-    ) -> None:
+    def __init__(self, *options: Any, path: PlaceLike | None = None, **named: Any) -> None:
         super().__init__(*options, **named)
         self._path = path
 
@@ -93,7 +91,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     set_element(state_dict, paths[fqn], resized)
         files = None
         if self._path is not None:
-            files, _ = open_files(Path(self._path))
+            files, _ = open_files(self._path)
         self._loads = [load for load in loads.values() if self._begin(load, saved, files)]
         begin_session(self._loads)
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -139,9 +137,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if target not in load.targets:
             load.targets.append(target)
 
-    def _begin(
-        self, load: TableLoad, saved: Mapping[str, Any], files: FileSystemReader | None
-    ) -> bool:
+    def _begin(self, load: TableLoad, saved: Mapping[str, Any], files: PlaceReader | None) -> bool:
         """Begins the load of a table; False if a partial load has found none of its tensors."""
         present = {
             name: saved[fqn]

@@ -9,7 +9,6 @@ Legend: M rows of a range.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_TENSORS,
     Entry,
     MergedTable,
+    PlaceLike,
     SavedChain,
     open_checkpoint,
     read_chain,
@@ -35,7 +35,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 _Tables = Mapping[str, MergedTable]
 
 
-def print_difference(first: Path, second: Path) -> bool:
+def print_difference(first: PlaceLike, second: PlaceLike) -> bool:
     """Prints what differs between two checkpoints or deltas; of two runs, at the first step that differs."""
     chains = [read_chain(path) for path in (first, second)]
     if all(chain.entries for chain in chains):

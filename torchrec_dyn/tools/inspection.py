@@ -22,6 +22,8 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     SCORES,
+    Place,
+    PlaceLike,
     SavedCheckpoint,
     SavedTable,
     open_checkpoint,
@@ -34,7 +36,7 @@ _MOST_BARS = 10
 _BAR_WIDTH = 32
 
 
-def inspect_checkpoint(path: Path, verify: bool, picture: Path | None = None) -> None:
+def inspect_checkpoint(path: PlaceLike, verify: bool, picture: Path | None = None) -> None:
     """Prints, and draws, the tables of a checkpoint or a delta; without `verify` it reads no more."""
     checkpoint = open_checkpoint(path)
     print("\n".join(headline(checkpoint)), flush=True)
@@ -272,7 +274,7 @@ def plot(rows: Mapping[str, Sequence[Histogram]], path: Path) -> None:
     replace_file(path, drawn.getvalue())
 
 
-def verify_checkpoint(folder: Path) -> str:
+def verify_checkpoint(folder: Place) -> str:
     """Reads and checks all files of a checkpoint or a delta; returns a line that says what was checked."""
     # Rows by their content sums, all else by the CRCs that torch.save writes into its archives, unless
     # torch.serialization.set_crc32_options(False) left them out.
@@ -288,7 +290,7 @@ def verify_checkpoint(folder: Path) -> str:
     unchecked = 0
     for index, entry in others.items():
         path = folder / entry.relative_path
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             file.seek(entry.offset)
             archive = io.BytesIO(file.read(entry.length))  # DCP loads it whole, too
         unchecked += not _is_checked(f"'{index.fqn}' in {path}", archive)

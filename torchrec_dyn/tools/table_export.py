@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint_format import (
     MergedTable,
+    PlaceLike,
     RowSource,
     naming,
     open_table,
+    place_of,
     read_chain,
     sync_to_disk,
     write_beside,
@@ -236,12 +238,10 @@ def _joined(chunks: Iterable[dict[str, Tensor]], most: int) -> Iterator[dict[str
         yield batch()
 
 
-def saved_rows(
-    path: str | os.PathLike[str], table: str | None, step: int | None, call: str
-) -> MergedTable:
+def saved_rows(path: PlaceLike, table: str | None, step: int | None, call: str) -> MergedTable:
     """Returns a table of a checkpoint, or of a directory of `Checkpoints` at a step; None: the newest."""
     chain = read_chain(path)
-    folders, entry_step = [Path(path)], None
+    folders, entry_step = [place_of(path)], None
     if chain.entries:
         entry = chain.entries[-1] if step is None else chain.at(step)
         if step is None and chain.highest > entry.sequence:

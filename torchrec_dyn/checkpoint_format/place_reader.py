@@ -1,0 +1,63 @@
+"""DCP's reader and file system (torch.distributed.checkpoint) over places: paths, and names in a store."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from torchrec_dyn.checkpoint_format.places import place_of
+from torchrec_dyn.checkpoint_format.store_path import RangeFile, StorePath
+
+# Of a file in a store that DCP reads through. Reads of more bytes are reads of their own.
+_BUFFER_BYTES = 1 << 20
+
+
+class PlaceFiles(FileSystem):
+    """The file system of DCP's reader and writer. Its paths are places."""
+
+    def init_path(self, path: Any) -> Any:
+        """Returns the place of a path or URL."""
+        return place_of(path)
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        """Returns the place of a file in a folder."""
+        return place_of(path) / suffix
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        """Opens a file."""
+        if isinstance(path, StorePath):
+            yield io.BufferedReader(RangeFile(path, path.size()), _BUFFER_BYTES)
+            return
+        with super().create_stream(path, mode) as opened:
+            yield opened
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Makes a folder; a store has none."""
+        if not isinstance(path, StorePath):
+            super().mkdir(path)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Returns True if there is a file."""
+        return place_of(path).exists()
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Removes a file."""
+        place_of(path).unlink()
+
+
+class PlaceReader(FileSystemReader):
+    """DCP's reader of a checkpoint at a path or URL."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs = PlaceFiles()
+        self.path = self.fs.init_path(path)
