@@ -1,6 +1,8 @@
 """Trains online, saves full checkpoints and deltas, goes on after a crash, and serves what was saved.
 
 .venv/bin/torchrun --nproc-per-node 2 examples/online.py FOLDER    # kill it, and start it again
+
+A URL after the folder is where the checkpoints go instead, such as s3://bucket/run.
 """
 
 import gc
@@ -17,6 +19,7 @@ from torchrec_dyn import serving
 from torchrec_dyn.checkpoint import Checkpoints, Positions
 
 FOLDER, BATCHES = sys.argv[1], 40
+CHECKPOINTS = sys.argv[2] if len(sys.argv) > 2 else f"{FOLDER}/checkpoints"
 USERS = EmbeddingBagConfig(
     name="user", embedding_dim=8, num_embeddings=10**6, feature_names=["user"]
 )
@@ -40,7 +43,7 @@ class Model(torch.nn.Module):  # noqa: D101
 sharders, device = [dyn.DynamicEmbeddingBagCollectionSharder()], torch.device("cpu")
 model = DistributedModelParallel(Model(), sharders=sharders, device=device)
 optimizer, positions = model.fused_optimizer, Positions(source, is_global=True)
-checkpoints = Checkpoints(f"{FOLDER}/checkpoints", full_every=4)
+checkpoints = Checkpoints(CHECKPOINTS, full_every=4)
 checkpoints.restore(model, optimizer, extra={"position": positions})
 # In production a process of its own, whose errors do not end the training: python -m torchrec_dyn follow
 is_first = dist.get_rank() == 0
@@ -53,7 +56,8 @@ while positions.batches < BATCHES:
         extra = {"position": positions}
         checkpoints.save(model, optimizer, step=positions.batches, extra=extra)
         if follower and (followed := follower.poll()):
-            print(f"batch {positions.batches}: {followed.entry.path.name} is served", flush=True)
+            name = f"{followed.entry.kind}-{followed.entry.sequence:08}"
+            print(f"batch {positions.batches}: {name} is served", flush=True)
 checkpoints.close()
 del model, optimizer, pipeline, batches, checkpoints
 gc.collect()  # a pipeline leaves reference cycles, which hold the process group

@@ -221,3 +221,16 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Any]:
+    """A server of S3 on loopback (tests/support/object_store.py), which clients of this process use."""
+    from object_store import S3
+
+    server = S3()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    server.stop()

@@ -9,12 +9,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import quietly
 
-from torchrec_dyn.checkpoint_format import ChunkedTensor, SavedTensor
+from torchrec_dyn.checkpoint_format import ChunkedTensor, PlaceReader, SavedTensor
 from torchrec_dyn.checkpoint_format.saved_tensor import Part
 
 
 def read_back(folder: Path, key: str) -> ChunkedTensor:
-    reader = dcp.FileSystemReader(folder)
+    reader = PlaceReader(folder)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
     return ChunkedTensor.in_files(key, reader, key, metadata.state_dict_metadata[key])

@@ -320,6 +320,7 @@ class Checkpoints:
         numbers = {key: values for rank_options in options for key, values in rank_options.items()}
         if in_background and group is not None:
             group = background_group(group)
+        makes = rank == 0 and self._lock is None and not isinstance(self.path, StorePath)
         return Saving(
             after,
             partial(
@@ -331,7 +332,7 @@ class Checkpoints:
                 numbers,
                 group,
                 rank,
-                None if rank or self._lock is not None else partial(self._open, makes=True),
+                partial(self._open, makes=True) if makes else None,
             ),
             partial(remove_older, chain, self._keep),
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
@@ -33,6 +33,7 @@ from torchrec_dyn.checkpoint_format import (
     PlaceReader,
     SavedTensor,
     StorePath,
+    digest_of,
     naming,
     new_digest,
     open_writer,
@@ -133,6 +134,7 @@ class _Files(PlaceFiles):
             memory = io.BytesIO()
             yield memory
             self._metadata = memory.getvalue()
+            self.digests[place.name] = digest_of(self._metadata)
         else:
             raw = _Stream(place)
             stream = io.BufferedWriter(raw, _BUFFER_BYTES)
@@ -147,6 +149,7 @@ class _Files(PlaceFiles):
     def rename(self, path: PlaceLike, new_path: PlaceLike) -> None:
         """Gives DCP's metadata its name; a store, which cannot rename, gets it under that name only."""
         place = place_of(new_path)
+        self.digests[place.name] = self.digests.pop(place_of(path).name)
         if isinstance(place, StorePath):
             place.write_bytes(self._metadata)
         else:
@@ -214,7 +217,7 @@ class TableWriter(FileSystemWriter):
     """
 
     files: Sequence[Place] = ()  # that the ranks have written; on rank 0
-    digests: Mapping[str, str] = {}  # of them, by path in the folder above; on rank 0
+    digests: dict[str, str]  # of them and of DCP's metadata, by path in the folder above; on rank 0
 
     def __init__(
         self,
@@ -232,6 +235,7 @@ class TableWriter(FileSystemWriter):
         # Writes one file more of each rank and returns its name and digest: DCP brings the digests to rank 0,
         # and an error to all.
         self._write_beside = write_beside
+        self.digests = {}
         self._before = before  # called before any file is written
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -270,6 +274,8 @@ class TableWriter(FileSystemWriter):
         names = {result.storage_data.relative_path for result in written}
         self.files = [self.place / name for name in sorted(names)]
         super().finish(metadata, [written])
+        index = ".metadata"
+        self.digests[f"{self.place.name}/{index}"] = self._files.digests[index]
 
 
 @contextmanager

@@ -35,7 +35,6 @@ from torchrec_dyn.checkpoint_format import (
     SavedTable,
     StorePath,
     commit_entry,
-    digest_of_file,
     open_checkpoint,
     outdated,
     remove_all,
@@ -112,14 +111,17 @@ def write_entry(
     """Writes the files, commits the entry, and returns it; leaves none after an error. Collective."""
     beside = partial(write_values, values, options, entry.extra_of(rank))
     writer = TableWriter(entry.dense, write_beside=beside)
+    rows_writer = TableWriter(entry.tables, before=make_directory)
     commits = False
     try:
-        save_part(rows, TableWriter(entry.tables, before=make_directory), group)
+        save_part(rows, rows_writer, group)
         save_part(dense, writer, group)
         commits = True
         # Rank 0 knows the digests that all ranks have made.
         committed = gather_results(
-            group, _CALL, lambda: None if rank else _commit(entry, writer.digests)
+            group,
+            _CALL,
+            lambda: None if rank else _commit(entry, {**writer.digests, **rows_writer.digests}),
         )[0]
     except BaseException:
         with suppress(OSError):
@@ -148,10 +150,8 @@ def _completed(entry: Entry, digests: Mapping[str, str]) -> Entry:
     """Returns an entry whose files are all there, with their digests and sums."""
     folder = entry.path
     check_is_shared(folder / name for name in digests)
-    indexes = (entry.dense, entry.tables)
-    own = {f"{part.name}/.metadata": digest_of_file(part / ".metadata") for part in indexes}
     sums = sums_in_files(entry, open_checkpoint(entry.tables).tables.values())
-    return replace(entry, digests={**digests, **own}, sums=sums)
+    return replace(entry, digests=digests, sums=sums)
 
 
 def remove_folders(folders: Iterable[Place], ignore_errors: bool = True) -> None:

@@ -58,6 +58,7 @@ from torchrec_dyn.checkpoint_format.place_reader import PlaceFiles, PlaceReader
 from torchrec_dyn.checkpoint_format.places import (
     Place,
     PlaceLike,
+    create_file,
     lasting_place_of,
     open_writer,
     place_of,

@@ -12,8 +12,7 @@ import io
 import math
 import mmap
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,9 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
-from torchrec_dyn.checkpoint_format.file_writer import naming
 from torchrec_dyn.checkpoint_format.place_reader import PlaceReader
-from torchrec_dyn.checkpoint_format.store_path import RangeFile, StorePath
+from torchrec_dyn.checkpoint_format.store_path import RangeFile
 from torchrec_dyn.storage import lacks_memory, to_host
 
 # The records of an archive before its numbers are shorter.
@@ -174,7 +172,8 @@ class ChunkedTensor:
         assert chunk.numbers_at is not None
         part = into if into.is_contiguous() else into.new_empty(into.shape)
         size = part.numel() * self.dtype.itemsize
-        with self._open(chunk) as file:
+        assert self._reader is not None
+        with self._reader.open_file(chunk.entry.relative_path) as file:
             file.seek(chunk.numbers_at + row * chunk.shape[1] * self.dtype.itemsize)
             if file.readinto(part.view(torch.uint8).reshape(-1).numpy().data) != size:
                 raise self._damaged(f"{size} bytes more", f"the end of {file.name}")
@@ -183,7 +182,8 @@ class ChunkedTensor:
 
     def _find_numbers(self, chunk: _Chunk) -> int | None:
         """Returns the place of a chunk's rows in the file; None if the chunk had to be loaded whole."""
-        with self._open(chunk) as file:
+        assert self._reader is not None
+        with self._reader.open_file(chunk.entry.relative_path) as file:
             file.seek(chunk.entry.offset)
             head = file.read(min(chunk.entry.length, _HEAD_BYTES))
             at, records = self._loaded.get(chunk.shape, (0, b""))
@@ -218,17 +218,6 @@ class ChunkedTensor:
         if _rows_and_columns(tuple(saved.shape)) != chunk.shape:
             raise self._damaged(f"a chunk of {list(chunk.shape)}", f"{list(saved.shape)}")
         return saved
-
-    @contextmanager
-    def _open(self, chunk: _Chunk) -> Iterator[io.BufferedReader | RangeFile]:
-        assert self._reader is not None
-        entry = chunk.entry
-        place = self._reader.path / entry.relative_path
-        if isinstance(place, StorePath):
-            yield RangeFile(place, entry.offset + entry.length)
-            return
-        with naming(place), open(place, "rb") as file:
-            yield file
 
     def _damaged(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")

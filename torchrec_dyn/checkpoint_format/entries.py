@@ -243,6 +243,8 @@ def read_chain(path: PlaceLike) -> SavedChain:
                 break
             continue  # it was removed after the listing
         except (OSError, ValueError) as error:
+            if number not in listed and isinstance(error, OSError):
+                raise  # there may be one, or none
             name = (folders.pop(number, []) or [f"{COMMITS}/{number:08}"])[0]
             skipped[number] = f"{name}: {str(error).rstrip('.')}."
         else:

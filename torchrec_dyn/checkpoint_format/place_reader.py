@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator
+import threading
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from torchrec_dyn.checkpoint_format.file_writer import naming
 from torchrec_dyn.checkpoint_format.places import place_of
 from torchrec_dyn.checkpoint_format.store_path import RangeFile, StorePath
-
-# Of a file in a store that DCP reads through. Reads of more bytes are reads of their own.
-_BUFFER_BYTES = 1 << 20
 
 
 class PlaceFiles(FileSystem):
@@ -35,7 +34,7 @@ class PlaceFiles(FileSystem):
     ) -> Generator[io.IOBase, None, None]:
         """Opens a file."""
         if isinstance(path, StorePath):
-            yield io.BufferedReader(RangeFile(path, path.size()), _BUFFER_BYTES)
+            yield io.BufferedReader(path.open())
             return
         with super().create_stream(path, mode) as opened:
             yield opened
@@ -60,4 +59,19 @@ class PlaceReader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self.fs = PlaceFiles()
-        self.path = self.fs.init_path(path)
+        self.place = self.path = place_of(path)
+        self._files: dict[str, RangeFile] = {}  # in a store
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def open_file(self, name: str) -> Iterator[io.BufferedReader | RangeFile]:
+        """Opens a file of the checkpoint; one of a store is kept, with what was read of it."""
+        place = self.place / name
+        if not isinstance(place, StorePath):
+            with naming(place), open(place, "rb") as file:
+                yield file
+            return
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = place.open()
+            yield self._files[name]

@@ -21,6 +21,8 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 WRITTEN = ("memory", "s3", "s3a")
 # A longer read is made of parallel reads of this length.
 _PART_BYTES = 8 << 20
+# Archives of torch.save are read by many short reads, at their begin and end.
+_WINDOW_BYTES, _WINDOWS = 128 << 10, 4
 # fsspec's memory:// looks for the name, then writes.
 _CREATING = threading.Lock()
 
@@ -145,7 +147,7 @@ class StorePath:
     def open(self, mode: str = "rb") -> RangeFile:
         """Opens the file for reading by ranges."""
         assert mode == "rb"
-        return RangeFile(self)
+        return RangeFile(self, self.size())
 
     def write_bytes(self, data: bytes) -> None:
         """Puts the file; one that is there is replaced."""
@@ -179,10 +181,11 @@ class StorePath:
 
 
 class RangeFile(io.RawIOBase):
-    """A file of a store, of which each read is one read of a range. With `size` reads end there."""
+    """The first `size` bytes of a file of a store. Long reads are as long; short ones share windows."""
 
-    def __init__(self, path: StorePath, size: int | None = None) -> None:
+    def __init__(self, path: StorePath, size: int) -> None:
         self._path, self._size, self._place = path, size, 0
+        self._windows: dict[int, bytes] = {}  # by number, as they were read
         self.name = str(path)
 
     def readable(self) -> bool:
@@ -198,31 +201,40 @@ class RangeFile(io.RawIOBase):
         return self._place
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Goes to a place, and returns it; only from the end the length is asked for."""
+        """Goes to a place, and returns it."""
         if whence == io.SEEK_CUR:
             offset += self._place
         elif whence == io.SEEK_END:
-            offset += self._end()
+            offset += self._size
         self._place = offset
         return offset
-
-    def _end(self) -> int:
-        if self._size is None:
-            self._size = self._path.size()
-        return self._size
 
     def readinto(self, buffer: Any) -> int:
         """Fills a buffer, less at the end; returns the number of bytes."""
         into = memoryview(buffer).cast("B")
-        last = self._place + len(into)
-        if self._size is not None:
-            last = min(last, self._size)
-        if last <= self._place:
-            return 0
-        data = self._path.read_range(self._place, last)
-        into[: len(data)] = data
-        self._place += len(data)
-        return len(data)
+        wanted, filled = max(0, min(len(into), self._size - self._place)), 0
+        if wanted >= _WINDOW_BYTES:
+            data = self._path.read_range(self._place, self._place + wanted)
+            into[: len(data)] = data
+            filled = len(data)
+        while filled < wanted < _WINDOW_BYTES:
+            number, first = divmod(self._place + filled, _WINDOW_BYTES)
+            data = self._window(number)[first : first + wanted - filled]
+            if not data:
+                break
+            into[filled : filled + len(data)] = data
+            filled += len(data)
+        self._place += filled
+        return filled
+
+    def _window(self, number: int) -> bytes:
+        if number not in self._windows:
+            first = number * _WINDOW_BYTES
+            data = self._path.read_range(first, min(first + _WINDOW_BYTES, self._size))
+            if len(self._windows) == _WINDOWS:
+                del self._windows[next(iter(self._windows))]
+            self._windows[number] = data
+        return self._windows[number]
 
 
 class StoreWriter:
