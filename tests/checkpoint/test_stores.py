@@ -180,6 +180,9 @@ def test_an_old_listing_hides_no_entry() -> None:
         patch.setattr(MemoryFileSystem, "ls", ls)
         assert [entry.sequence for entry in read_chain("memory://run").entries] == [1, 2, 3]
         assert Job("memory://run").restore().step == 3
+        # A commit file that cannot be read may be there.
+        with Faults(4).active(), pytest.raises(OSError, match="commits/00000002"):
+            read_chain("memory://run")
 
 
 def test_a_driver_that_may_let_two_writers_win_is_refused(tmp_path: Path) -> None:
