@@ -224,48 +224,66 @@ def commit_of(path: Place, sequence: int) -> Place:
 def read_chain(path: PlaceLike) -> SavedChain:
     """Returns the entries of a checkpoint directory; of a directory that does not exist, none."""
     folder = place_of(path)
-    commits: dict[int, list[re.Match[str]]] = defaultdict(list)
-    for match in filter(None, map(_COMMIT.fullmatch, sorted(names_in(folder / COMMITS)))):
-        commits[int(match[1])].append(match)
-    folders: dict[int, list[str]] = defaultdict(list)
-    for named in filter(None, map(_NAME.fullmatch, sorted(names_in(folder)))):
-        folders[int(named[2])].append(named[0])
+    listed, marks = _listed_commits(folder)
+    folders = _listed_folders(folder)
     entries: list[Entry] = []
     skipped: dict[int, str] = {}
-    highest = 0
-    listed = sorted(number for number, matches in commits.items() if not matches[0][2])
+    highest = last = listed[-1] if listed else 0
     # A listing may be older than the last commits, which are found by their names.
-    for number in chain(listed, count(listed[-1] + 1 if listed else 1)):
+    for number in chain(listed, count(last + 1)):
         try:
-            entry = _read_entry(folder, number, commits.get(number, ()))
+            entry = _read_entry(folder, number, marks[number])
         except FileNotFoundError:
-            if number not in listed:
+            if number > last:
                 break
             continue  # it was removed after the listing
         except (OSError, ValueError) as error:
-            if number not in listed and isinstance(error, OSError):
+            if number > last and isinstance(error, OSError):
                 raise  # there may be one, or none
             name = (folders.pop(number, []) or [f"{COMMITS}/{number:08}"])[0]
             skipped[number] = f"{name}: {str(error).rstrip('.')}."
         else:
-            own = folders[number]
-            if entry.path.name in own:
-                own.remove(entry.path.name)
+            if _has_folder(entry, folders[number]):
                 entries.append(entry)
-            elif entry.extra_of(0).exists():
-                entries.append(entry)
-            # else its folder was removed by hand
-        highest = number
+        highest = max(highest, number)
     unfinished: list[Place] = []
-    for number, names in folders.items():
-        for name in names:
-            if (folder / name / _OLDER).exists():
-                why = f"expected format {FORMAT}, got an older one. Read it with the version that wrote it."
-                skipped[number], highest = f"{name}: {why}", max(highest, number)
-            else:
-                unfinished.append(folder / name)
+    for name in (name for names in folders.values() for name in names):
+        if (folder / name / _OLDER).exists():
+            number = int(name.split("-")[1])
+            why = f"expected format {FORMAT}, got an older one. Read it with the version that wrote it."
+            skipped[number], highest = f"{name}: {why}", max(highest, number)
+        else:
+            unfinished.append(folder / name)
     lines = [skipped[number] for number in sorted(skipped)]
     return SavedChain(folder, entries, lines, unfinished, highest)
+
+
+def _listed_commits(folder: Place) -> tuple[list[int], dict[int, list[re.Match[str]]]]:
+    """Returns the sequences of the commit files in a listing, and the marks of each sequence."""
+    sequences: list[int] = []
+    marks: dict[int, list[re.Match[str]]] = defaultdict(list)
+    for match in filter(None, map(_COMMIT.fullmatch, names_in(folder / COMMITS))):
+        if match[2]:
+            marks[int(match[1])].append(match)
+        else:
+            sequences.append(int(match[1]))
+    return sorted(sequences), marks
+
+
+def _listed_folders(folder: Place) -> dict[int, list[str]]:
+    """Returns the names of the folders in a listing, by sequence."""
+    folders: dict[int, list[str]] = defaultdict(list)
+    for match in filter(None, map(_NAME.fullmatch, sorted(names_in(folder)))):
+        folders[int(match[2])].append(match[0])
+    return folders
+
+
+def _has_folder(entry: Entry, names: list[str]) -> bool:
+    """Returns True unless the folder was removed by hand; takes its name from those that are listed."""
+    if entry.path.name in names:
+        names.remove(entry.path.name)
+        return True
+    return entry.extra_of(0).exists()  # the listing may be older
 
 
 def _read_entry(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) -> Entry:
@@ -277,7 +295,8 @@ def _read_entry(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) ->
             f"expected format {FORMAT}, got {number}. Read it with the version that wrote it."
         )
     digest, names = values.pop("digest", None), {field.name for field in fields(Entry)}
-    if digest != _digest_of(values) or sequence != values.get("sequence"):
+    is_of_file = sequence == values.get("sequence") and _NAME.fullmatch(str(values.get("name")))
+    if digest != _digest_of(values) or not is_of_file:
         raise ValueError(f"expected a commit with digest {digest}, got another. {DAMAGED}")
     restored = [int(mark[3]) for mark in marks if mark[3]]
     return Entry(
