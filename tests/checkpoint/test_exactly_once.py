@@ -141,12 +141,19 @@ def kill_after(death: Death, positions: Positions) -> None:
 Deaths = list[Death | None]
 
 
-def train(folder: str, deaths: Deaths, method: str, workers: int) -> None:
+Store = tuple[str, dict[str, str]]  # a URL for the checkpoints, and the environment of its driver
+
+
+def train(
+    folder: str, deaths: Deaths, method: str, workers: int, store: Store | None = None
+) -> None:
     """Restores if there is something, trains to the end and saves; a death ends a rank before."""
+    url, environment = store or (f"{folder}/kept", {})
+    os.environ.update(environment)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, optimizer = made()
-    kept = Checkpoints(f"{folder}/kept", keep=2, full_every=3)
+    kept = Checkpoints(url, keep=2, full_every=3)
     source: Any = Source(rank)
     if workers:
         alike = {"batch_size": None, "multiprocessing_context": "fork"}  # others import torch anew
@@ -173,16 +180,22 @@ def train(folder: str, deaths: Deaths, method: str, workers: int) -> None:
     quietly(Checkpoints(f"{folder}/end").save, model, optimizer, step=STEPS)
 
 
-def ended(folder: Path, deaths: Deaths, method: str = "save", workers: int = 0) -> list[int]:
+def ended(
+    folder: Path,
+    deaths: Deaths,
+    method: str = "save",
+    workers: int = 0,
+    store: Store | None = None,
+) -> list[int]:
     """Runs a job of two ranks with these deaths; returns the exit codes."""
-    done = run_ranks(train, str(folder), deaths, method, workers, ranks=2)
+    done = run_ranks(train, str(folder), deaths, method, workers, store, ranks=2)
     assert -signal.SIGKILL in done.codes or done.codes == [0, 0], done.stderr
     return done.codes
 
 
-def all_contents(folder: Path) -> dict[str, Any]:
+def all_contents(folder: Path, store: Store | None = None) -> dict[str, Any]:
     """Returns everything that a run has saved: its end, and its entries with the contents of deltas."""
-    entries = read_chain(folder / "kept").entries
+    entries = read_chain(folder / "kept" if store is None else store[0]).entries
     kinds = {f"kind at {entry.step}": entry.kind for entry in entries}
     sums = {f"sums at {entry.step}": entry.sums for entry in entries}
     saved = {"end": contents(folder / "end" / "full-00000001" / "state")}
@@ -209,11 +222,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def check(
-    folder: Path, deaths: Deaths, expected: dict[str, Any], method: str = "save", workers: int = 0
+    folder: Path,
+    deaths: Deaths,
+    expected: dict[str, Any],
+    method: str = "save",
+    workers: int = 0,
+    store: Store | None = None,
 ) -> None:
-    assert -signal.SIGKILL in ended(folder, deaths, method, workers)
-    assert ended(folder, [None, None], method, workers) == [0, 0]
-    found = all_contents(folder)
+    assert -signal.SIGKILL in ended(folder, deaths, method, workers, store)
+    assert ended(folder, [None, None], method, workers, store) == [0, 0]
+    found = all_contents(folder, store)
     assert found.keys() == expected.keys()
     differs = [
         name
@@ -238,6 +256,13 @@ def test_a_killed_run_ends_as_one_that_was_not(
     check(tmp_path, deaths, expected, method, workers)
 
 
+def test_a_run_killed_while_it_sends_files_to_s3(
+    s3: Any, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    store = f"{s3.new_bucket()}/kept", s3.environment
+    check(tmp_path, [None, Death("dcp_files.open_writer", 4)], expected, "async_save", store=store)
+
+
 PLACES = (
     *("checkpoints.changes_since", "entry_writing.split_state", "entry_writing.save_part"),
     *("entry_writing.write_values", "dcp_files.open_writer"),
@@ -246,8 +271,10 @@ PLACES = (
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", range(100))
-def test_any_place_of_a_save(seed: int, tmp_path: Path, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("seed", range(130))
+def test_any_place_of_a_save(
+    seed: int, tmp_path: Path, expected: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     """Of one rank or of both: half of them in a function of a save, half at any time."""
     draw = random.Random(seed)
     deaths: Deaths = [None, None]
@@ -259,9 +286,11 @@ def test_any_place_of_a_save(seed: int, tmp_path: Path, expected: dict[str, Any]
         )
     if place in PLACES[-3:] and deaths[0] is None:
         deaths.reverse()  # rank 0 alone does this
-    check(
-        tmp_path, deaths, expected, draw.choice(["save", "async_save"]), draw.choice([0, 0, 0, 2])
-    )
+    method, workers, store = draw.choice(["save", "async_save"]), draw.choice([0, 0, 0, 2]), None
+    if seed >= 100:
+        s3 = request.getfixturevalue("s3")
+        store = f"{s3.new_bucket()}/kept", s3.environment
+    check(tmp_path, deaths, expected, method, workers, store)
 
 
 def follow(folder: Path) -> None:

@@ -57,9 +57,6 @@ class StorePath:
     def __hash__(self) -> int:
         return hash(self._url)
 
-    def __lt__(self, other: StorePath) -> bool:
-        return self._url < other._url
-
     def __truediv__(self, name: str | os.PathLike[str]) -> StorePath:
         return StorePath(f"{self._url}/{os.fspath(name)}", self._driver)
 
@@ -77,10 +74,6 @@ class StorePath:
     def is_written(self) -> bool:
         """True if the driver creates a file for one of several writers, and tells the others."""
         return self._url.partition(":")[0] in WRITTEN
-
-    def absolute(self) -> StorePath:
-        """Returns the place itself."""
-        return self
 
     def exists(self) -> bool:
         """Returns True if there is a file, or one below this name."""
