@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from torchrec_dyn.checkpoint.dense_part import (
 )
 from torchrec_dyn.checkpoint.entry_writing import (
     Saving,
+    clear_before,
     copied,
     dense_state,
     package_version,
@@ -277,8 +278,7 @@ class Checkpoints:
             for table in tables:
                 table.lock.check_at_rest()  # torn tables are not saved
             chain = SavedChain(self.path) if rank else self._open()
-            if not isinstance(self.path, StorePath):
-                remove_folders(chain.unfinished)  # the lock says that nobody writes them
+            clear_before(chain)
             dense, names = dense_state(model, optimizer, tables)
             sources, after = self._sources(model, tables, marker)
             prepared.extend((dense, names, sources, after, values, chain))
@@ -320,7 +320,6 @@ class Checkpoints:
         numbers = {key: values for rank_options in options for key, values in rank_options.items()}
         if in_background and group is not None:
             group = background_group(group)
-        makes = rank == 0 and self._lock is None and not isinstance(self.path, StorePath)
         return Saving(
             after,
             partial(
@@ -332,7 +331,7 @@ class Checkpoints:
                 numbers,
                 group,
                 rank,
-                partial(self._open, makes=True) if makes else None,
+                self._maker(rank),
             ),
             partial(remove_older, chain, self._keep),
         )
@@ -370,6 +369,11 @@ class Checkpoints:
                 "Call restore first, or give another directory."
             )
         return chain
+
+    def _maker(self, rank: int) -> Callable[[], object] | None:
+        """Returns what makes the directory before files are written; None if it is there, or a store."""
+        is_there = rank or self._lock is not None or isinstance(self.path, StorePath)
+        return None if is_there else partial(self._open, makes=True)
 
     @staticmethod
     def _taken_lock(path: Path) -> filelock.BaseFileLock:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -265,17 +266,16 @@ class TableWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Takes over the digests, and writes DCP's metadata; called by DCP on the coordinator."""
-        both = [result for rank_results in results for result in rank_results]
-        written = [result for result in both if result.index.fqn != _DIGESTS]
-        digests = [result.storage_data for result in both if result.index.fqn == _DIGESTS]
-        self.digests = {
-            name: digest for rank_results in digests for name, digest in rank_results.items()
-        }
+        written: list[WriteResult] = []
+        for result in chain.from_iterable(results):
+            if result.index.fqn == _DIGESTS:
+                self.digests |= result.storage_data
+            else:
+                written.append(result)
         names = {result.storage_data.relative_path for result in written}
         self.files = [self.place / name for name in sorted(names)]
         super().finish(metadata, [written])
-        index = ".metadata"
-        self.digests[f"{self.place.name}/{index}"] = self._files.digests[index]
+        self.digests[f"{self.place.name}/.metadata"] = self._files.digests[".metadata"]
 
 
 @contextmanager

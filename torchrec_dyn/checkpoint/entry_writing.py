@@ -160,6 +160,12 @@ def remove_folders(folders: Iterable[Place], ignore_errors: bool = True) -> None
         remove_all(folder, ignore_errors)
 
 
+def clear_before(chain: SavedChain) -> None:
+    """Removes what killed saves have left, for its room, where a lock says that nobody writes there."""
+    if not isinstance(chain.path, StorePath):
+        remove_folders(chain.unfinished)
+
+
 def remove_older(chain: SavedChain, keep: int, entry: Entry) -> None:
     """Removes what is no longer kept now that an entry is there; `chain` is that before it, on rank 0."""
     try:

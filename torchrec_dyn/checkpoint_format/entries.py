@@ -228,7 +228,7 @@ def read_chain(path: PlaceLike) -> SavedChain:
     folders = _listed_folders(folder)
     entries: list[Entry] = []
     skipped: dict[int, str] = {}
-    highest = last = listed[-1] if listed else 0
+    last = listed[-1] if listed else 0
     # A listing may be older than the last commits, which are found by their names.
     for number in chain(listed, count(last + 1)):
         try:
@@ -245,17 +245,26 @@ def read_chain(path: PlaceLike) -> SavedChain:
         else:
             if _has_folder(entry, folders[number]):
                 entries.append(entry)
-        highest = max(highest, number)
+    unfinished, older = _uncommitted(folder, folders)
+    lines = [line for _, line in sorted({**skipped, **older}.items())]
+    return SavedChain(folder, entries, lines, unfinished, max(number - 1, *older, 0))
+
+
+def _uncommitted(
+    folder: Place, folders: Mapping[int, Sequence[str]]
+) -> tuple[list[Place], dict[int, str]]:
+    """Returns the folders of saves without a commit file, and lines for those of older formats."""
     unfinished: list[Place] = []
-    for name in (name for names in folders.values() for name in names):
-        if (folder / name / _OLDER).exists():
-            number = int(name.split("-")[1])
-            why = f"expected format {FORMAT}, got an older one. Read it with the version that wrote it."
-            skipped[number], highest = f"{name}: {why}", max(highest, number)
-        else:
-            unfinished.append(folder / name)
-    lines = [skipped[number] for number in sorted(skipped)]
-    return SavedChain(folder, entries, lines, unfinished, highest)
+    older: dict[int, str] = {}
+    for number, names in folders.items():
+        for name in names:
+            if not (folder / name / _OLDER).exists():
+                unfinished.append(folder / name)
+                continue
+            older[number] = (
+                f"{name}: expected format {FORMAT}, got an older one. Read it with the version that wrote it."
+            )
+    return unfinished, older
 
 
 def _listed_commits(folder: Place) -> tuple[list[int], dict[int, list[re.Match[str]]]]:
@@ -288,16 +297,8 @@ def _has_folder(entry: Entry, names: list[str]) -> bool:
 
 def _read_entry(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) -> Entry:
     """Returns the entry of a commit file; raises ValueError if it is none of this format."""
-    values = json.loads(commit_of(folder, sequence).read_bytes())
-    number = values.get("format") if isinstance(values, dict) else None
-    if number != FORMAT:
-        raise ValueError(
-            f"expected format {FORMAT}, got {number}. Read it with the version that wrote it."
-        )
-    digest, names = values.pop("digest", None), {field.name for field in fields(Entry)}
-    is_of_file = sequence == values.get("sequence") and _NAME.fullmatch(str(values.get("name")))
-    if digest != _digest_of(values) or not is_of_file:
-        raise ValueError(f"expected a commit with digest {digest}, got another. {DAMAGED}")
+    values = _checked_values(json.loads(commit_of(folder, sequence).read_bytes()), sequence)
+    names = {field.name for field in fields(Entry)}
     restored = [int(mark[3]) for mark in marks if mark[3]]
     return Entry(
         **{name: values[name] for name in names & values.keys()},
@@ -305,6 +306,19 @@ def _read_entry(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) ->
         has_failed=any(mark[2] == "failed" for mark in marks),
         restored_at=max(restored, default=None),
     )
+
+
+def _checked_values(values: Any, sequence: int) -> dict[str, Any]:
+    number = values.get("format") if isinstance(values, dict) else None
+    if number != FORMAT:
+        raise ValueError(
+            f"expected format {FORMAT}, got {number}. Read it with the version that wrote it."
+        )
+    digest = values.pop("digest", None)
+    is_of_file = sequence == values.get("sequence") and _NAME.fullmatch(str(values.get("name")))
+    if digest != _digest_of(values) or not is_of_file:
+        raise ValueError(f"expected a commit with digest {digest}, got another. {DAMAGED}")
+    return dict(values)
 
 
 def _digest_of(values: Mapping[str, Any]) -> str:
