@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchrec_dyn import serving
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import OPTIMIZER_NAMES, RowOptimizer
 from torchrec_dyn.planner import print_size
 from torchrec_dyn.serving import ROW_DTYPES
 from torchrec_dyn.storage import lacks_memory
@@ -296,7 +296,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     )
     size.add_argument(
         "--optimizer",
-        choices=[kind.name for kind in OptimizerKind],
+        choices=OPTIMIZER_NAMES,
         default="EXACT_ROWWISE_ADAGRAD",
         help="update rule of the rows; default: EXACT_ROWWISE_ADAGRAD",
     )
@@ -323,7 +323,7 @@ def _print_size(chosen: argparse.Namespace) -> None:
         chosen.rows,
         chosen.columns,
         _DTYPES[chosen.dtype],
-        RowOptimizer(OptimizerKind[chosen.optimizer]),
+        RowOptimizer.from_fused_params({"optimizer": chosen.optimizer}, "size"),
         chosen.row_ranks,
         chosen.column_shards,
         chosen.policy or chosen.counters > 0,
