@@ -54,8 +54,10 @@ from torchrec_dyn.modules.unsharded_collections import (
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (
     check_is_no_dmp,
+    check_not_for_inference,
     check_not_gathered,
     check_runs_once,
     model_being_sharded,
+    refuses_quantization,
 )
 from torchrec_dyn.ranks import TableHandle
