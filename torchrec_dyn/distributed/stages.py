@@ -21,7 +21,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.modules import check_not_for_inference, check_runs_once, refuses_quantization
+from torchrec_dyn.modules import (
+    Description,
+    check_not_for_inference,
+    check_runs_once,
+    refuses_quantization,
+)
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.sharding import (
     ArrivedIds,
@@ -98,6 +103,12 @@ class ShardedTables(ForwardOutsideGraphs):
     def table(self, name: str) -> TableHandle:
         """Returns the handle of one table; it reads this rank's shard."""
         return self._shards.handle(name)
+
+    @not_compiled
+    def describe(self) -> Description:
+        """Returns which tables share a call on this rank, with their rows, bytes and plan. Not collective."""
+        plan = self.module_sharding_plan.items()
+        return self._shards.describe({name: sharding.sharding_type for name, sharding in plan})
 
     @not_compiled
     def set_time(self, time: int) -> None:

@@ -7,6 +7,13 @@ runs their forwards.
 The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as usual.
 """
 
+from torchrec_dyn.modules.description import (
+    Description,
+    GroupDescription,
+    ShardDescription,
+    TablePlan,
+    describe_tables,
+)
 from torchrec_dyn.modules.feature_ids import (
     FeatureIds,
     FeatureReader,
