@@ -52,6 +52,14 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     sync_to_disk,
     write_beside,
 )
+from torchrec_dyn.checkpoint_format.renaming import (
+    check_new_names,
+    checked_rename,
+    marked,
+    rename_tables,
+    renamed_keys,
+    without_mark,
+)
 from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
