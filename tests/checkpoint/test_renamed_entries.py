@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_cases import Setup, held, run_on, save
+from checkpoint_cases import Setup, held, load, new, quietly, run_on, save, train
 from checkpoint_jobs import Job
 from renamed_cases import NAMES, RENAME, Renamed, check_same_contents
 
-from torchrec_dyn.checkpoint import open_checkpoint
+from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark, open_checkpoint
 
 
 def save_line(setup: Setup, folder: str, reference: str) -> None:
@@ -137,3 +137,47 @@ def test_learning_rates_follow_the_names(world: int, tmp_path: Path) -> None:
     saved.checkpoints.close()
     others = (("plain", "flat"),)
     run_on(Renamed(world, names=("plain",), others=others), restore_rates, str(tmp_path))
+
+
+def export_line(setup: Setup, folder: str) -> None:
+    """Saves a model in full, then two deltas, and what they lead to."""
+    model = new(setup)
+    train(model, setup, range(2))
+    save(model, f"{folder}/full")
+    marker = mark(model)
+    for number in (2, 3):
+        train(model, setup, range(number, number + 1))
+        marker = quietly(export_delta, model, f"{folder}/delta_{number}", since=marker)
+    save(model, f"{folder}/reference")
+
+
+def apply_line(setup: Setup, folder: str) -> None:
+    model = new(setup)
+    load(model, f"{folder}/full", LoadPlanner(rename=RENAME))
+    before = held(model)
+    first = f"{folder}/delta_2"
+    for options, text in (
+        ({}, "expected a delta of the tables"),
+        ({"rename": {"nobody": "flat"}}, r"apply_delta\.rename: expected names among the saved"),
+        ({"rename": {"plain": "other"}}, r"apply_delta\.rename: expected new names among"),
+        ({"rename": {"plain": "tally", "counted": "flat"}}, "seed|content sum"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            apply_delta(model, first, **options)
+    after = held(model)
+    assert all(after[key].equal(before[key]) for key in before)
+    for number in (2, 3):
+        apply_delta(model, f"{folder}/delta_{number}", rename=RENAME)
+    with pytest.raises(ValueError, match="it was applied already"):
+        apply_delta(model, f"{folder}/delta_3", rename=RENAME)
+    save(model, f"{folder}/again")
+
+
+@pytest.mark.parametrize(("ranks", "kinds", "pooled", "later", "other", "optimizer"), PAIRS)
+def test_deltas(
+    ranks: int, kinds: Any, pooled: bool, later: int, other: Any, optimizer: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"pooled": pooled, "optimizer": optimizer, "names": NAMES}
+    run_on(Setup(ranks, kinds, **options), export_line, str(tmp_path))
+    run_on(Renamed(later, other, **options), apply_line, str(tmp_path))
+    check_same_contents(tmp_path / "reference", tmp_path / "again", RENAME)

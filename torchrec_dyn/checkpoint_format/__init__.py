@@ -54,6 +54,7 @@ from torchrec_dyn.checkpoint_format.file_writer import (
 )
 from torchrec_dyn.checkpoint_format.renaming import (
     check_new_names,
+    check_saved_names,
     checked_rename,
     marked,
     rename_tables,
