@@ -33,7 +33,14 @@ from torchrec_dyn.layers import (
     QuotientRemainderEmbeddingBagCollection,
 )
 from torchrec_dyn.migration import from_static, make_dynamic
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
+from torchrec_dyn.modules import (
+    Description,
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+    GroupDescription,
+    ShardDescription,
+    TablePlan,
+)
 from torchrec_dyn.policies import (
     AdmitAfter,
     AdmitWithProbability,
@@ -70,6 +77,7 @@ __all__ = [
     "AdmitWithProbability",
     "BlockEmbeddingBagCollection",
     "Constant",
+    "Description",
     "DynamicEmbedding",
     "DynamicEmbeddingBag",
     "DynamicEmbeddingBagCollection",
@@ -81,6 +89,7 @@ __all__ = [
     "ExpireAfter",
     "FeatureUse",
     "GradScaler",
+    "GroupDescription",
     "KaimingNormal",
     "KaimingUniform",
     "LarsSGD",
@@ -95,9 +104,11 @@ __all__ = [
     "Replicas",
     "RowRule",
     "RuleState",
+    "ShardDescription",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
     "Synced",
+    "TablePlan",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

@@ -14,7 +14,7 @@ import torch
 
 from torchrec_dyn import serving
 from torchrec_dyn.checkpoint_format import StorePath, place_of
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import OPTIMIZER_NAMES, RowOptimizer
 from torchrec_dyn.planner import print_size
 from torchrec_dyn.serving import ROW_DTYPES
 from torchrec_dyn.storage import lacks_memory
@@ -299,7 +299,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     )
     size.add_argument(
         "--optimizer",
-        choices=[kind.name for kind in OptimizerKind],
+        choices=OPTIMIZER_NAMES,
         default="EXACT_ROWWISE_ADAGRAD",
         help="update rule of the rows; default: EXACT_ROWWISE_ADAGRAD",
     )
@@ -326,7 +326,7 @@ def _print_size(chosen: argparse.Namespace) -> None:
         chosen.rows,
         chosen.columns,
         _DTYPES[chosen.dtype],
-        RowOptimizer(OptimizerKind[chosen.optimizer]),
+        RowOptimizer.from_fused_params({"optimizer": chosen.optimizer}, "size"),
         chosen.row_ranks,
         chosen.column_shards,
         chosen.policy or chosen.counters > 0,

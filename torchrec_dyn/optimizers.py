@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrec_dyn.row_rules import RowRule, RuleState
+from torchrec_dyn.row_rules import LarsSGD, Lion, RowRule, RuleState
 
 
 class OptimizerKind(enum.IntEnum):
-    """Names of the update rules: those of FBGEMM's EmbOptimType, ADAMW, FTRL and ADAM_BY_ROW.
+    """Names of the update rules of the core: those of FBGEMM's EmbOptimType, ADAMW, FTRL and ADAM_BY_ROW.
 
-    ADAM_BY_ROW is ADAM with `use_rowwise_bias_correction`.
+    ADAM_BY_ROW is ADAM with `use_rowwise_bias_correction`. LARS_SGD and LION name rules in Python:
+    `dyn.LarsSGD` and `dyn.Lion`.
     """
 
     EXACT_SGD = 0
@@ -91,6 +92,16 @@ _REMEDIES = {"lr": "Write learning_rate.", "betas": "Write beta1 and beta2."}
 
 # Keys that a rule in Python takes beside its own hyper-parameters.
 _OF_ANY_RULE = {"own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient"}
+
+# Rules in Python by their names in FBGEMM's EmbOptimType and TorchRec's OptimType, with the keys of
+# `fused_params` that are arguments of their constructors.
+_NAMED_RULES: Mapping[str, tuple[type[RowRule], tuple[str, ...]]] = {
+    "LARS_SGD": (LarsSGD, ("eta", "momentum", "weight_decay")),
+    "LION": (Lion, ("beta1", "beta2", "weight_decay")),
+}
+
+# All names that `fused_params["optimizer"]` may have.
+OPTIMIZER_NAMES = (*OptimizerKind.__members__, *_NAMED_RULES)
 
 _LEAST_EPS = torch.finfo(torch.float32).tiny  # smaller numbers become 0, or overflow as divisors
 
@@ -216,7 +227,7 @@ class RowOptimizer:
     def from_fused_params(cls, fused_params: Mapping[str, Any], where: str) -> RowOptimizer:
         """Returns the rule and hyper-parameters of TorchRec's `fused_params`."""
         chosen: dict[str, Any] = {}
-        for key, value in fused_params.items():
+        for key, value in _with_named_rule(fused_params, where).items():
             if key == "optimizer" and isinstance(value, RowRule):
                 chosen["own"] = _checked_rule(value, where)
             elif key == "optimizer":
@@ -326,6 +337,33 @@ def _by_row(chosen: Mapping[str, Any], where: str) -> OptimizerKind:
     return OptimizerKind.ADAM_BY_ROW
 
 
+def _with_named_rule(fused_params: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Returns `fused_params` with a rule in Python, if they name one, for its name and hyper-parameters."""
+    value = fused_params.get("optimizer")
+    name = "" if isinstance(value, RowRule) or _is_rule(value) else _name_of(value).upper()
+    if name not in _NAMED_RULES:
+        return fused_params
+    rule, keys = _NAMED_RULES[name]
+    others = {*_NUMBERS, "weight_decay_mode"} - _OF_ANY_RULE - {*keys}
+    if wrong := sorted(others & fused_params.keys()):
+        raise ValueError(
+            f"fused_params of {where}: expected no hyper-parameters of {name} but learning_rate, "
+            f"{', '.join(keys)}, got {', '.join(wrong)}. Remove them."
+        )
+    numbers = {key: _number(key, fused_params[key], where) for key in keys if key in fused_params}
+    given = {key: value for key, value in fused_params.items() if key not in keys}
+    return {**given, "optimizer": rule(**numbers)}
+
+
+def _name_of(value: Any) -> str:
+    """Returns the name of an optimizer: a string, or a member of an enum of FBGEMM or TorchRec."""
+    return value if isinstance(value, str) else getattr(value, "name", str(value))
+
+
+def _is_rule(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, RowRule)
+
+
 def _checked_rule(rule: RowRule, where: str) -> RowRule:
     states = rule.states
     if not rule.name or not isinstance(rule.name, str) or len(states) > len(_BOTH):
@@ -343,23 +381,18 @@ def _checked_rule(rule: RowRule, where: str) -> RowRule:
 
 
 def _kind(value: Any, where: str) -> OptimizerKind:
-    if isinstance(value, type) and issubclass(value, RowRule):
+    if _is_rule(value):
         raise ValueError(
             f"fused_params of {where}: expected an object of {value.__name__}, got the class. Write "
             f"{value.__name__}(...)."
         )
-    name = value if isinstance(value, str) else getattr(value, "name", str(value))
+    name = _name_of(value)
     try:
         return OptimizerKind[name.upper()]
     except KeyError:
-        supported = ", ".join(kind.name for kind in OptimizerKind)
-        way = (
-            "Use dyn.LarsSGD()."
-            if name == "LARS_SGD"
-            else "Use one of them, or write a dyn.RowRule."
-        )
         raise ValueError(
-            f"fused_params of {where}: expected an optimizer among {supported}, got {name}. {way}"
+            f"fused_params of {where}: expected an optimizer among {', '.join(OPTIMIZER_NAMES)}, got {name}. "
+            "Use one of them, or write a dyn.RowRule."
         ) from None
 
 

@@ -80,7 +80,19 @@ class RowRule(ABC):
 class Lion(RowRule):
     """Lion: the sign of a momentum, with decoupled weight decay. Needs a tenth of Adam's learning rate.
 
+    For a row w with gradient g, momentum m, which begins with 0, learning rate lr and weight decay wd:
+
+        w <- (1 - lr wd) w - lr sign(beta1 m + (1 - beta1) g)
+        m <- beta2 m + (1 - beta2) g
+
+    `fused_params` may name it "LION", with its arguments as keys beside `learning_rate`.
+
     Source: Chen et al., "Symbolic discovery of optimization algorithms", algorithm 2.
+
+    Args:
+        beta1: weight of the momentum in the direction of an update, in [0, 1).
+        beta2: weight of the old momentum in the new one, in [0, 1).
+        weight_decay: wd.
     """
 
     name = "lion"
@@ -107,9 +119,21 @@ class Lion(RowRule):
 class LarsSGD(RowRule):
     """SGD with momentum and a learning rate for each row relative to the row's norm (FBGEMM's LARS_SGD).
 
-    Norms are over the columns of a column shard.
+    For a row w with gradient g, momentum m, which begins with 0, learning rate lr and weight decay wd:
+
+        rate <- eta |w| / (|g| + wd |w|), or 1 if one of the norms is 0
+        m <- momentum m + lr rate (g + wd w)
+        w <- w - m
+
+    Norms are over the columns of a column shard. `fused_params` may name it "LARS_SGD", or by `EmbOptimType`,
+    with its arguments as keys beside `learning_rate`.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", equations 6 and 7.
+
+    Args:
+        eta: how far an update moves a row, relative to the norm of the row.
+        momentum: weight of the old momentum in the new one.
+        weight_decay: wd.
     """
 
     name = "lars_sgd"

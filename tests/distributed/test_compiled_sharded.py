@@ -17,7 +17,11 @@ from shards import deep_but
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
-from torchrec.inference.modules import shard_quant_model
+from torchrec.inference.modules import (
+    quantize_embeddings,
+    quantize_inference_model,
+    shard_quant_model,
+)
 
 import torchrec_dyn as dyn
 
@@ -155,3 +159,27 @@ def test_shard_quant_model_is_an_error(kind: str) -> None:
             sharders=dyn.default_sharders(fused_params=SGD),
             sharding_plan=planned(model, ("table_wise",), 2),
         )
+
+
+def errors_of_inference(kind: str, types: tuple[str, ...]) -> list[str]:
+    model = sharded(model_of(kind), types)
+    found = []
+    for module in (model, model.module):
+        for call in (
+            lambda one: quantize_embeddings(one, torch.int8, inplace=False),
+            lambda one: quantize_embeddings(one, torch.int8, inplace=True),
+            quantize_inference_model,
+            lambda one: shard_quant_model(one, 2, "cpu", "cpu"),
+            lambda one: shard_quant_model(one, 2, "cpu", "cpu", sharding_plan=ShardingPlan({})),
+        ):
+            with pytest.raises(ValueError, match="expected no dynamic tables in") as error:
+                call(module)
+            found.append(str(error.value))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pooled", "sequence", "rows"])
+def test_inference_of_a_sharded_model_is_an_error(kind: str) -> None:
+    for texts in workers.run(errors_of_inference, kind, ALL, world_size=2):
+        for text in texts:
+            assert "torchrec_dyn.serving.build(..., rows=torch.int8)" in text

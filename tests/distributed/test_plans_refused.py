@@ -172,7 +172,7 @@ def refuse_optimizer(fused_params: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "fused_params, message",
     [
-        ({"optimizer": EmbOptimType.LARS_SGD}, "LARS_SGD"),
+        ({"optimizer": EmbOptimType.SHAMPOO}, "SHAMPOO"),
         ({"optimizer": EmbOptimType.ADAM, "momentum": 0.9}, "momentum"),
         ({"learning_rate": -1.0}, "learning_rate"),
     ],

@@ -12,12 +12,16 @@ import torch
 import workers
 from checkpoint_cases import Setup, load, new, run_on, save
 from checkpoint_cases import train as train_steps
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from mock_device import CUDA, MockDevice, run_lookups_backward
 from sharded_cases import Case, three_tables
 from sharded_training import check_trains_as_unsharded
 from table_cases import bits
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.embedding_types import OptimType
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import LarsSGD
 
 import torchrec_dyn as dyn
 
@@ -295,6 +299,70 @@ def test_errors_of_rules() -> None:
     assert dyn.Lion() == copy.deepcopy(dyn.Lion()) != dyn.Lion(0.8)
 
 
+LARS = {"eta": 0.02, "momentum": 0.8, "weight_decay": 0.1}
+LION = {"beta1": 0.5, "beta2": 0.75, "weight_decay": 0.1}
+NAMED = [
+    (EmbOptimType.LARS_SGD, LARS, dyn.LarsSGD(**LARS)),
+    (OptimType.LARS_SGD, {"eta": 0.1}, dyn.LarsSGD(eta=0.1)),
+    ("lars_sgd", {}, dyn.LarsSGD()),
+    (OptimType.LION, LION, dyn.Lion(**LION)),
+    ("LION", {}, dyn.Lion()),
+]
+
+
+@pytest.mark.parametrize(("name", "numbers", "rule"), NAMED)
+def test_a_name_and_its_numbers_are_an_object(name: Any, numbers: Any, rule: dyn.RowRule) -> None:
+    torch.manual_seed(0)
+    by_name, by_object = collection({"optimizer": name, **numbers}), collection(rule)
+    train([by_name, by_object])
+    for table in ("a", "b"):
+        one, other = state(by_name, table), state(by_object, table)
+        assert one["momentum1"].any()
+        for key, of_object in other.items():
+            assert torch.equal(bits(one[key]), bits(of_object)), key
+    by_object.fused_optimizer.load_state_dict(by_name.fused_optimizer.state_dict())
+
+
+def test_lars_on_the_parameter() -> None:
+    torch.manual_seed(0)
+    in_backward = collection({})
+    rate = {"lr": 0.2, "eta": 0.02}
+    _apply_optimizer_in_backward(LarsSGD, in_backward.parameters(), rate)
+    model = collection({"optimizer": "LARS_SGD", "learning_rate": 0.2, "eta": 0.02})
+    train([model, in_backward])
+    one, other = state(model, "a"), state(in_backward, "a")
+    assert torch.equal(one["weight"], other["weight"]) and one["momentum1"].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"optimizer": "LION", "eps": 0.1, "l1": 0.0}, "of LION but learning_rate, beta1.*eps, l1"),
+        ({"optimizer": "LION", "beta2": 1.0}, r"expected beta2 in \[0, 1\), got 1.0"),
+        ({"optimizer": "LARS_SGD", "beta1": 0.9}, "expected no hyper-parameters of LARS_SGD but"),
+        ({"optimizer": "LARS_SGD", "eta": -1}, "expected a finite eta >= 0, got -1"),
+        ({"optimizer": "LARS_SGD", "weight_decay_mode": 1}, "got weight_decay_mode. Remove"),
+        ({"optimizer": "ADAM", "momentum": 0.9}, "got 'momentum'. Remove it"),
+        (
+            {"optimizer": "LION", "use_rowwise_bias_correction": True},
+            "expected use_rowwise_bias_correction with ADAM",
+        ),
+    ],
+)
+def test_numbers_that_a_named_rule_does_not_have(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        collection(given)(batch())
+
+
+def test_a_rule_of_ones_own_may_have_such_a_name() -> None:
+    class Own(Adagrad):
+        name = "LION"
+
+    model = collection(Own())
+    train([model])
+    assert state(model, "a")["momentum1"].ge(0.25).all()  # sums of squares
+
+
 PLANS = {
     "tables and columns": Case(
         three_tables(("table_wise", "column_wise"), 2, 2, (8, 4, 12)),
@@ -304,6 +372,16 @@ PLANS = {
         three_tables(("table_wise", "row_wise", "column_wise"), 2, 2),
         pooled=False,
         fused_params={"optimizer": dyn.Lion(), "learning_rate": 0.01},
+    ),
+    "by name": Case(
+        three_tables(("table_wise", "row_wise", "column_wise"), 2, 2),
+        pooled=False,
+        fused_params={"optimizer": OptimType.LION, "learning_rate": 0.01, "beta2": 0.9},
+    ),
+    "LARS of whole rows": Case(
+        three_tables(("table_wise", "row_wise"), 2, 2),
+        pooled=False,
+        fused_params={"optimizer": EmbOptimType.LARS_SGD, "learning_rate": 0.1, "eta": 0.1},
     ),
 }
 

@@ -94,7 +94,7 @@ class Int8(enum.Enum):
 
 
 class Foreign:
-    name = "LARS_SGD"
+    name = "SHAMPOO"
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ class Foreign:
     [
         (
             {"optimizer": Foreign},
-            f"expected an optimizer among {', '.join(OptimizerKind.__members__)}, got LARS_SGD. "
-            "Use dyn.LarsSGD().",
+            f"expected an optimizer among {', '.join(OptimizerKind.__members__)}, LARS_SGD, LION, got "
+            "SHAMPOO. Use one of them, or write a dyn.RowRule.",
         ),
         ({"learning_rate": -1}, "expected a finite learning_rate >= 0, got -1."),
         *[

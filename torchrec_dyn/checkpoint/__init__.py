@@ -14,7 +14,7 @@ from torchrec_dyn.checkpoint.entry_writing import Saving
 from torchrec_dyn.checkpoint.forgetting import Forgotten
 from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.restoring import Restored
-from torchrec_dyn.checkpoint_format import open_checkpoint
+from torchrec_dyn.checkpoint_format import open_checkpoint, rename_tables
 from torchrec_dyn.migration import load_static
 from torchrec_dyn.state_dict import LoadPlanner
 from torchrec_dyn.tools import (
@@ -46,4 +46,5 @@ __all__ = [
     "mark",
     "open_checkpoint",
     "read_batches",
+    "rename_tables",
 ]

@@ -59,7 +59,14 @@ from torchrec_dyn.checkpoint.forgetting import (
     search,
     union_of,
 )
-from torchrec_dyn.checkpoint.restoring import Choice, LineLoad, Restored, choice_of
+from torchrec_dyn.checkpoint.restoring import (
+    Choice,
+    LineLoad,
+    NewNames,
+    Restored,
+    choice_of,
+    new_names,
+)
 from torchrec_dyn.checkpoint_format import (
     LOCK,
     WRITTEN,
@@ -406,6 +413,7 @@ class Checkpoints:
         leave_out: Collection[str] = (),
         allow_partial_load: bool = False,
         on_damage: str = "raise",
+        rename: Mapping[str, str] | None = None,
     ) -> Restored | None:
         """Loads the newest entry, on any number of ranks and under any plan. Collective.
 
@@ -424,6 +432,8 @@ class Checkpoints:
             on_damage: "raise": a damaged entry, or a newer folder that cannot be judged, is an error that
                 names the newest entry before it. "previous": that entry is loaded instead, but no earlier
                 entry.
+            rename: new names of tables by their saved names, the same on every rank. Rows, optimizer state
+                and deltas load into the tables with the new names. The next save is then full.
 
         Returns:
             What was loaded; None if the directory has no entry.
@@ -439,15 +449,17 @@ class Checkpoints:
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
 
-        def choose() -> tuple[list[str], Choice | None]:
+        def choose() -> tuple[list[str], NewNames, Choice | None]:
             check_optimizer(optimizer, _RESTORE)
             names = checked_names(extra or {}, leave_out, on_damage)
-            return names, None if rank else choice_of(self.path, step)
+            return names, new_names(rename, tables), None if rank else choice_of(self.path, step)
 
         ranks = gather_results(group, _RESTORE, choose)
-        left_out = {name for names, _ in ranks for name in names}
-        assert ranks[0][1] is not None
-        lines, fault, highest = ranks[0][1]
+        given, renames, choices = zip(*ranks, strict=True)
+        check_same(_RESTORE, "rename", renames, "Give every rank the same names.")
+        left_out = {name for names in given for name in names}
+        assert choices[0] is not None
+        lines, fault, highest = choices[0]
         self._marker, self._line, self._highest = None, [], None
         skipped = [fault] if fault else []
         if not lines and not skipped:
@@ -457,7 +469,7 @@ class Checkpoints:
         error: BaseException | None = None
         for entry, line in lines[:last_try]:
             check_ranks(entry, len(ranks), left_out)
-            load = LineLoad(model, optimizer, tables, entry, line, allow_partial_load)
+            load = LineLoad(model, optimizer, tables, entry, line, allow_partial_load, renames[0])
             error = self._damage_in(load, extra or {})
             if error is None:
                 self._continue(load, highest)

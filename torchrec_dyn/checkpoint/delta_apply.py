@@ -25,6 +25,9 @@ from torchrec_dyn.checkpoint_format import (
     SavedTable,
     add_sums,
     check_config,
+    check_new_names,
+    check_saved_names,
+    checked_rename,
     open_checkpoint,
     optimizer_config,
 )
@@ -44,7 +47,12 @@ _IN_ORDER = (
 Sums = Mapping[str, int]
 
 
-def apply_delta(model: nn.Module, path: PlaceLike) -> None:
+def apply_delta(
+    model: nn.Module,
+    path: PlaceLike,
+    *,
+    rename: Mapping[str, str] | None = None,
+) -> None:
     """Updates a copy of a model to the contents of the model when a delta was exported.
 
     The copy may have another plan, other ranks or no sharding, and, as when loading a checkpoint, another
@@ -55,6 +63,7 @@ def apply_delta(model: nn.Module, path: PlaceLike) -> None:
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
         path: directory or URL that `export_delta` wrote; every rank must be able to read it.
+        rename: new names of tables by their names in the delta, for a copy whose tables have other names.
 
     Raises:
         ValueError: on every rank, if the delta is torn or damaged, or does not begin at the present contents
@@ -69,7 +78,7 @@ def apply_delta(model: nn.Module, path: PlaceLike) -> None:
     removed: list[Tensor] = []
 
     def read() -> list[tuple[Sums, Sums, Sums]]:
-        saved = _tables_of(tables, path)
+        saved = _tables_of(tables, path, checked_rename(rename, f"{_CALL}.rename"))
         for table in tables:
             _check_fits(table, saved[table.name])
         for table in tables:
@@ -77,7 +86,7 @@ def apply_delta(model: nn.Module, path: PlaceLike) -> None:
             changes[-1].is_unscored = has_scores(saved[table.name]) is False
             removed.append(_own_removed(saved[table.name], table))
         return [
-            (change.sums, _sums_replaced(change, ids), sums_here(change.table))
+            (change.sums, _sums_replaced(change, ids), sums_here(_under_saved_name(change)))
             for change, ids in zip(changes, removed, strict=True)
         ]
 
@@ -166,7 +175,13 @@ def _sums_replaced(change: StagedTable, removed: Tensor) -> Sums:
             _rows_replaced(shard, rows.id_map, removed)
             for shard, rows in zip(change.table.shards, change.shards, strict=True)
         )
-        return sums_here(replace(change.table, maps=maps))
+        return sums_here(replace(_under_saved_name(change), maps=maps))
+
+
+def _under_saved_name(change: StagedTable) -> Table:
+    """Returns the table of a change with the name that it has in the delta, on which content sums depend."""
+    name = change.source.name
+    return replace(change.table, name=name, config={**change.table.config, "table": name})
 
 
 def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:
@@ -176,20 +191,25 @@ def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:
     return map_of(ids[rows >= 0], rows[rows >= 0])
 
 
-def _tables_of(tables: Sequence[Table], path: PlaceLike) -> dict[str, SavedTable]:
-    """Returns the tables of a delta by name, which are those of the copy."""
+def _tables_of(
+    tables: Sequence[Table], path: PlaceLike, rename: Mapping[str, str]
+) -> dict[str, SavedTable]:
+    """Returns the tables of a delta by their names in the copy, which has the same tables."""
     delta = open_checkpoint(path)
-    saved = {table.name: table for table in delta.tables.values()}
     names = sorted(table.name for table in tables)
     if not delta.is_delta:
         raise ValueError(
             f"apply_delta: expected a delta of export_delta, got {path}, a full checkpoint. Load it "
             "with torch.distributed.checkpoint.load."
         )
-    if sorted(table.name for table in delta.tables.values()) != names:
+    in_delta = [table.name for table in delta.tables.values()]
+    check_saved_names(rename, in_delta, f"{_CALL}.rename")
+    check_new_names(rename, names, f"{_CALL}.rename")
+    saved = {rename.get(table.name, table.name): table for table in delta.tables.values()}
+    if sorted(rename.get(name, name) for name in in_delta) != names:
         raise ValueError(
             f"apply_delta: expected a delta of the tables {listed(names)}, got a delta of "
-            f"{listed(sorted(table.name for table in delta.tables.values()))} in {path}. "
+            f"{listed(sorted(in_delta))} in {path}. "
             "Apply it to a model with the tables that were saved."
         )
     return saved
@@ -198,7 +218,7 @@ def _tables_of(tables: Sequence[Table], path: PlaceLike) -> dict[str, SavedTable
 def _check_fits(table: Table, saved: SavedTable) -> None:
     """Raises ValueError unless a delta has the config and the optimizer of a table."""
     where = _where(table)
-    check_config(where, saved.config, table.config)
+    check_config(where, saved.config, {**table.config, "table": saved.name})
     saved_rule = (saved.optimizer or {}).get("optimizer")
     rule = optimizer_config(table.optimizer, table.cuts)["optimizer"]
     if saved_rule != rule:

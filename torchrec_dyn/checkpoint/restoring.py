@@ -29,11 +29,14 @@ from torchrec_dyn.checkpoint_format import (
     Place,
     SavedTable,
     check_config,
+    check_new_names,
     check_optimizer,
+    checked_rename,
     open_checkpoint,
     open_files,
     optimizer_config,
     read_chain,
+    renamed_keys,
 )
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
@@ -80,6 +83,17 @@ def choice_of(path: Place, step: int | None) -> Choice:
     return lines, fault, chain.highest
 
 
+# The new names of tables by their saved names, as pairs.
+NewNames = tuple[tuple[str, str], ...]
+
+
+def new_names(rename: Mapping[str, str] | None, tables: Sequence[Table]) -> NewNames:
+    """Returns checked new names of the tables of a model."""
+    given = checked_rename(rename, f"{_CALL}.rename")
+    check_new_names(given, (table.name for table in tables), f"{_CALL}.rename")
+    return tuple(sorted(given.items()))
+
+
 class LineLoad:
     """The load of a full save and the deltas after it. `prepare` loads nothing, `commit` is collective.
 
@@ -99,9 +113,11 @@ class LineLoad:
         entry: Entry,
         line: Sequence[Entry],
         is_partial: bool,
+        rename: NewNames,
     ) -> None:
         self.model, self._optimizer, self._tables = model, optimizer, tables
         self.entry, self.line, self._is_partial = entry, line, is_partial
+        self._rename = dict(rename)
         self.group, self.rank = tables[0].group, tables[0].rank
         self.values: dict[str, Any] = {}
         self.is_same = False
@@ -122,21 +138,23 @@ class LineLoad:
                 f"{self.entry.path}: expected the full save and deltas before it, got no such line."
             )
         _check_files(line, rank, 1 if group is None else dist.get_world_size(group))
-        saves = [_saved_tables(entry) for entry in line]
+        saves: Sequence[Mapping[str, SavedTable]] = [_saved_tables(entry) for entry in line]
         if rank == 0:
             _check_sums(line, saves)
-        misfit, self.is_same = _fit_of_tables(tables, line, saves, self._is_partial)
-        self.values, self._options = read_values(line[-1], rank)
         saved = open_files(line[0].tables)[1].state_dict_metadata
+        saves, new_keys, wrong_names = _with_new_names(saves, saved, self._rename)
+        misfit, self.is_same = _fit_of_tables(tables, line, saves, self._is_partial)
+        self.values, options = read_values(line[-1], rank)
+        self._options = _of_new_names(options, new_keys)
         dense_saved = open_files(line[-1].dense)[1].state_dict_metadata
-        keys = _states_in([*saved, *dense_saved])
+        keys = _states_in([*map(new_keys.get, saved, saved), *dense_saved])
         self._make_places(keys)
         self._lazy = _lazy_states(self._optimizer)
         self._rows, dense = split_state(self._state, tables)
         self._dense = _with_states(dense, self._lazy, keys)
         dense_misfit = _misfit_of_dense(line[-1], self._dense, dense_saved, self._is_partial)
         left = _without_place(self._state, keys)
-        misfit = misfit or dense_misfit or missing_names(self.values, objects)
+        misfit = wrong_names or misfit or dense_misfit or missing_names(self.values, objects)
         if not misfit:
             self._read_tables(saves)
         return misfit, left, [rows.sums for rows in self._staged]
@@ -210,6 +228,33 @@ def _saved_tables(entry: Entry) -> dict[str, SavedTable]:
     return {key.removeprefix("model."): table for key, table in tables.items()}
 
 
+def _with_new_names(
+    saves: Sequence[Mapping[str, SavedTable]],
+    saved: Mapping[str, Any],
+    rename: Mapping[str, str],
+) -> tuple[Sequence[Mapping[str, SavedTable]], dict[str, str], str]:
+    """Returns the tables of saves by their keys under other names, the new keys of tensors, and a misfit."""
+    try:
+        new_keys = renamed_keys(saved, rename, f"{_CALL}.rename")
+    except ValueError as error:
+        return saves, {}, str(error)
+    renamed = [
+        {
+            f"{key.removesuffix(table.name)}{rename.get(table.name, table.name)}": table
+            for key, table in tables.items()
+        }
+        for tables in saves
+    ]
+    return renamed, new_keys, ""
+
+
+def _of_new_names(options: Mapping[str, Any], new_keys: Mapping[str, str]) -> dict[str, Any]:
+    """Returns values by parameter, those of renamed tables by the new names of their parameters."""
+    pairs = ((key.removeprefix(_STATE), new.removeprefix(_STATE)) for key, new in new_keys.items())
+    names = {key.rsplit(".", 2)[0]: new.rsplit(".", 2)[0] for key, new in pairs}
+    return {names.get(key, key): value for key, value in options.items()}
+
+
 def _check_files(line: Sequence[Entry], rank: int, ranks: int) -> None:
     """Raises ValueError if a rank's part of the files that a load reads is damaged, or of another entry."""
     last = line[-1]
@@ -251,11 +296,12 @@ def _fit_of_tables(
             in_entry, table = saved[key], own[key]
             where = f"{entry.path}(table={table.name!r})"
             try:
-                check_config(where, in_entry.config, table.config)
+                check_config(where, in_entry.config, {**table.config, "table": in_entry.name})
                 rule = optimizer_config(table.optimizer, table.cuts)
                 check_optimizer(where, in_entry.optimizer or {}, rule)
             except ValueError as error:
                 return str(error), False
+            is_same &= in_entry.name == table.name  # a delta has the name of the save before it
             scored = has_scores(in_entry)
             is_same &= in_entry.dtype == table.dtype and scored in (None, table.options.has_life)
             is_same &= not _has_more(in_entry, table.options)

@@ -65,6 +65,15 @@ from torchrec_dyn.checkpoint_format.places import (
     remove_all,
     write_file,
 )
+from torchrec_dyn.checkpoint_format.renaming import (
+    check_new_names,
+    check_saved_names,
+    checked_rename,
+    marked,
+    rename_tables,
+    renamed_keys,
+    without_mark,
+)
 from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,

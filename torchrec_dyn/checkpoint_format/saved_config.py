@@ -17,7 +17,10 @@ from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNo
 from torchrec_dyn.optimizers import RowOptimizer
 
 FORMAT = 2
-RENAMED = "The table was renamed: give it its saved name, on which its initial rows depend."
+RENAMED = (
+    "The table was renamed: give it its saved name, on which its initial rows depend, or load it with "
+    "rename={saved: new}."
+)
 INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
 
@@ -81,7 +84,7 @@ def check_config_is_whole(
                 f"{where}: expected a checkpoint with table {table!r} as the model has, got {its!r}. "
                 f"{RENAMED}"
             )
-        hint = "If the table was renamed, give it its saved name. If it was not: "
+        hint = "If the table was renamed, give it its saved name, or load it with rename. If it was not: "
         raise ValueError(
             f"{where}: expected {name} of table {table!r}, got one without its content sum. "
             f"{'' if name == 'config' else hint}{DAMAGED}"

@@ -19,9 +19,11 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import (
+    Description,
     TablesOptimizer,
     UnshardedCollection,
     check_not_gathered,
+    describe_tables,
     initializer_of,
     row_dtype,
     saved_states,
@@ -87,6 +89,13 @@ class LocalShards:
         if name not in self._handles:
             self._handles[name] = self.table(name)
         return self._handles[name]
+
+    @locked  # all shards at one moment
+    def describe(self, sharding_types: Mapping[str, str]) -> Description:
+        """Returns the table groups of this rank, and the plan of all tables."""
+        return describe_tables(
+            self.where, self._env.world_size, self.tables(), self.table_groups(), sharding_types
+        )
 
     def set_time(self, time: int) -> None:
         """Sets the clocks of all tables to the latest time that any rank passed. Collective."""

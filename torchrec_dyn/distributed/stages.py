@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
@@ -21,7 +21,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.modules import check_runs_once
+from torchrec_dyn.modules import (
+    Description,
+    check_not_for_inference,
+    check_runs_once,
+    refuses_quantization,
+)
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.sharding import (
     ArrivedIds,
@@ -76,6 +81,7 @@ class BatchContext:
     is_ahead: bool = True
 
 
+@refuses_quantization
 class ShardedTables(ForwardOutsideGraphs):
     """Mixin for TorchRec's sharded collections, listed first: calls on tables, and a forward's stages."""
 
@@ -88,10 +94,21 @@ class ShardedTables(ForwardOutsideGraphs):
     _input_dists: list[Any]
     _output_dists: list[Any]
 
+    @property
+    def where(self) -> str:
+        """The beginning of messages."""
+        return self._shards.where
+
     @not_compiled
     def table(self, name: str) -> TableHandle:
         """Returns the handle of one table; it reads this rank's shard."""
         return self._shards.handle(name)
+
+    @not_compiled
+    def describe(self) -> Description:
+        """Returns which tables share a call on this rank, with their rows, bytes and plan. Not collective."""
+        plan = self.module_sharding_plan.items()
+        return self._shards.describe({name: sharding.sharding_type for name, sharding in plan})
 
     @not_compiled
     def set_time(self, time: int) -> None:
@@ -120,8 +137,16 @@ class ShardedTables(ForwardOutsideGraphs):
                 )
         return super()._apply(fn, recurse)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the collection and its modules, except to TorchRec's functions for inference."""
+        check_not_for_inference(self)
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses copies and pickles, those of `torch.save` included."""
+        check_not_for_inference(self)
         raise ValueError(
             f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
             "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "

@@ -98,6 +98,7 @@ class TableGroup:
     """Tables that share pooling, row dtype and optimizer, looked up together.
 
     Attributes:
+        pooling: of this rank's rows of a bag.
         is_mean: True if each bag is divided by its length.
         learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
@@ -119,6 +120,7 @@ class TableGroup:
                 "TableGroup: expected tables of one row dtype and one optimizer, got "
                 f"{[(table.name, table.dtype, table.optimizer) for table in self.tables]}."
             )
+        self.pooling = pooling
         self.is_mean = pooling == "mean"
         self.learning_rate: float = self.tables[0].optimizer.learning_rate
         self.output_dtype = output_dtype

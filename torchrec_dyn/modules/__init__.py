@@ -7,6 +7,13 @@ runs their forwards.
 The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as usual.
 """
 
+from torchrec_dyn.modules.description import (
+    Description,
+    GroupDescription,
+    ShardDescription,
+    TablePlan,
+    describe_tables,
+)
 from torchrec_dyn.modules.feature_ids import (
     FeatureIds,
     FeatureReader,
@@ -54,8 +61,10 @@ from torchrec_dyn.modules.unsharded_collections import (
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (
     check_is_no_dmp,
+    check_not_for_inference,
     check_not_gathered,
     check_runs_once,
     model_being_sharded,
+    refuses_quantization,
 )
 from torchrec_dyn.ranks import TableHandle

@@ -28,6 +28,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
+from torchrec_dyn.modules.description import Description
 from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.optimizer_choice import check_fused_params
 from torchrec_dyn.modules.table_configs import (
@@ -103,6 +104,15 @@ class UnshardedCollection(FusedOptimizerModule):
                 f"{type(self).__name__}.table: expected a name among {list(tables)}, got {name!r}."
             )
         return tables[name].handle()
+
+    @not_compiled
+    def describe(self) -> Description:
+        """Returns which tables share a call, with their rows and bytes. `print` it.
+
+        Raises:
+            ValueError: if the rows are on the meta device.
+        """
+        return self.unsharded_lookup.describe()
 
     @not_compiled
     def set_time(self, time: int) -> None:

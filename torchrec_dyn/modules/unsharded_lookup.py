@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import is_, itemgetter
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.lookup import Batch, TableGroup, uses_of
+from torchrec_dyn.modules.description import UNSHARDED, Description, describe_tables
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, saved_states
 from torchrec_dyn.modules.optimizer_choice import (
@@ -137,6 +138,17 @@ class UnshardedLookup:
     def table_groups(self) -> list[TableGroup]:
         """Returns the table groups, as the next forward uses them."""
         return [group.tables for group in self._current_groups()]
+
+    @locked  # all tables at one moment
+    def describe(self) -> Description:
+        """Returns the groups of the tables; creates rows at first use."""
+        groups = self.table_groups()
+        tables = [
+            replace(table.as_table(), features=tuple(table.config.feature_names))
+            for table in self.tables
+        ]
+        types = dict.fromkeys((table.name for table in tables), UNSHARDED)
+        return describe_tables(self.where, 1, tables, groups, types)
 
     @property
     def fused_optimizer(self) -> DynamicOptimizer:

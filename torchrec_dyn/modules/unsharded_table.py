@@ -17,6 +17,8 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.optimizer_choice import chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import (
+    check_not_for_inference,
+    refuses_quantization,
     skip_in_ddp,
     skipped_by_fully_shard,
 )
@@ -45,6 +47,7 @@ def marks_of(weight: Tensor) -> tuple[list[Any], list[Any]]:
     return marks.get(CHOICES[0], _NO_CHOICE), marks.get(CHOICES[1], _NO_CHOICE)
 
 
+@refuses_quantization
 @skipped_by_fully_shard
 class UnshardedTable(nn.Module):
     """Holds the rows of one table in this process, and a placeholder parameter `weight`.
@@ -164,7 +167,8 @@ class UnshardedTable(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the table; the constructor of DistributedDataParallel skips its placeholder then."""
+        """Yields the table; DistributedDataParallel's constructor skips its placeholder, inference raises."""
+        check_not_for_inference(self)
         skip_in_ddp(self.where, f"{prefix}.weight" if prefix else "weight", self.weight)
         yield from super().named_modules(memo, prefix, remove_duplicate)
 

@@ -1,8 +1,9 @@
-"""Errors that an ordinary module would not need: wrappers, TorchRec's sharders, activation checkpointing.
+"""Errors that an ordinary module would not need: wrappers, TorchRec's sharders and inference, checkpointing.
 
 These mistakes would train or save wrong rows in silence: several ranks use an unsharded collection as one
 model, TorchRec's sharder turns dynamic tables into static ones, two collections of a model have tables of one
-name, or torch gathers a state dict from the rows of one rank. Nothing but the caller tells these calls from
+name, or torch gathers a state dict from the rows of one rank. TorchRec's functions for inference would skip
+the tables. Nothing but the caller tells these calls from
 harmless ones, so `_running` looks for the caller on the stack (docs/dev/decisions/0025). A lookup in a
 checkpointed function would count two steps.
 """
@@ -104,6 +105,42 @@ def check_not_gathered(where: str) -> None:
         )
 
 
+def refuses_quantization(kind: type[nn.Module]) -> type[nn.Module]:
+    """Makes modules of a class raise where TorchRec quantizes a model: torch sets their `qconfig` then."""
+
+    def read(self: nn.Module) -> Any:
+        try:
+            return vars(self)["qconfig"]
+        except KeyError:
+            raise AttributeError("qconfig") from None
+
+    def write(self: nn.Module, value: Any) -> None:
+        check_not_for_inference(self)
+        vars(self)["qconfig"] = value
+
+    def remove(self: nn.Module) -> None:
+        del vars(self)["qconfig"]
+
+    kind.qconfig = property(read, write, remove)  # type: ignore[attr-defined]
+    return kind
+
+
+def check_not_for_inference(module: nn.Module) -> None:
+    """Raises ValueError in a call of torchrec.inference that would leave dynamic tables as they are."""
+    calls = sys.modules.get("torchrec.inference.modules")  # training does not import it
+    if calls is None:
+        return
+    skip = calls.quantize_embeddings, calls.quantize_inference_model, calls.shard_quant_model
+    if (frame := _call_of(*skip)) is not None:
+        where = getattr(module, "where", type(module).__name__)
+        raise ValueError(
+            f"{where}: expected no dynamic tables in {frame.f_code.co_name}, got one, which it would leave "
+            "as it is. Build served tables from a checkpoint, torchrec_dyn.serving.build(..., "
+            "rows=torch.int8), and put a ServingEmbeddingBagCollection or ServingEmbeddingCollection of "
+            "torchrec_dyn.serving in the place of the collection."
+        )
+
+
 def check_runs_once(where: str, trained: Callable[[], Sequence[str]]) -> None:
     """Raises ValueError if a lookup of `trained()` tables is in a function that backward will run again."""
     hooks = _autograd._top_saved_tensors_default_hooks(True)
@@ -124,14 +161,20 @@ def check_runs_once(where: str, trained: Callable[[], Sequence[str]]) -> None:
 
 def _running(name: str, *functions: Callable[..., Any]) -> Any:
     """Returns a local variable of the innermost running call of some functions; None if none is running."""
-    # Without a process group nothing is wrapped or sharded. A compiler cannot trace frames.
-    if torch.compiler.is_compiling() or not dist.is_initialized():
+    # Without a process group nothing is wrapped or sharded.
+    frame = _call_of(*functions) if dist.is_initialized() else None
+    return None if frame is None else frame.f_locals.get(name)
+
+
+def _call_of(*functions: Callable[..., Any]) -> FrameType | None:
+    """Returns the frame of the innermost running call of some functions; None if none is running."""
+    if torch.compiler.is_compiling():  # a compiler cannot trace frames
         return None
     codes = {id(inspect.unwrap(function).__code__) for function in functions}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_code) not in codes:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
+    return frame
 
 
 def _check_one_rank(where: str, wrapper: str, world_size: int) -> None:

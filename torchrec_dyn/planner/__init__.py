@@ -3,6 +3,7 @@
 The stock EmbeddingShardingPlanner can plan dynamic collections without this room. `make_planner` returns
 this planner with storage priced by the allocations of a TableShard. With `constraints_from` it plans a
 running model again, from the measured rows and lookups of its tables. `load_by_rank` rates a plan.
+`without_data_parallel` makes a plan of static tables one for dynamic tables.
 
 Imports `whole_model`, `modules`, `ranks`, `table`, `life`, `storage` and the ground. Start with
 `priced_planner`.
@@ -25,6 +26,7 @@ from torchrec_dyn.planner.storage import (
     table_size,
 )
 from torchrec_dyn.planner.vocabulary_cuts import FairCuts, fair_cuts, whole_features
+from torchrec_dyn.planner.whole_tables import without_data_parallel
 
 __all__ = [
     "DynamicStorageEstimator",
@@ -43,4 +45,5 @@ __all__ = [
     "table_bytes",
     "table_size",
     "whole_features",
+    "without_data_parallel",
 ]

@@ -334,7 +334,7 @@ def load_by_rank(
         for name, sharding in module_plan.items() if isinstance(module_plan, Mapping) else ():
             if name not in stats:
                 continue
-            for rank, share in _shares(sharding):
+            for rank, share in shares_of_ranks(sharding):
                 if not 0 <= rank < ranks:
                     raise ValueError(
                         f"load_by_rank.ranks: expected more than {rank}, which holds a shard of '{name}', "
@@ -345,7 +345,7 @@ def load_by_rank(
     return PlanLoad(tuple(held), tuple(lookups))
 
 
-def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
+def shares_of_ranks(sharding: ParameterSharding) -> list[tuple[int, float]]:
     """Returns the rank of each shard of a table, and the shard's part of the whole table."""
     shards = sharding.sharding_spec.shards
     columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]
@@ -353,9 +353,12 @@ def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
     whole = sum(width for _, width in row_shards)
     # Ids are distributed by their mixed id over all ranks that share the rows; row ranges of the plan have no
     # effect.
+    placed = [shard.placement for shard in shards]
+    # A plan by hand may lack placements.
+    ranks = [place.rank() for place in placed] if all(placed) else list(sharding.ranks or [])
     return [
-        (shard.placement.rank(), piece[1] / whole / row_shards[piece])
-        for shard, piece in zip(shards, columns, strict=True)
+        (rank, piece[1] / whole / row_shards[piece])
+        for rank, piece in zip(ranks, columns, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.planners import to_sharding_plan
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import (
     DeviceHardware,
@@ -40,7 +41,7 @@ _GIB = 1 << 30
 _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
-class _PricedPlanner(EmbeddingShardingPlanner):
+class PricedPlanner(EmbeddingShardingPlanner):
     """TorchRec's planner. If no plan fits the memory, its error lists the largest tables."""
 
     expected_rows: Sequence[str] = ()  # the tables that have them
@@ -78,6 +79,36 @@ class _PricedPlanner(EmbeddingShardingPlanner):
                 raise
             tables = _largest_tables(self._enumerator.enumerate(module, sharders), topology)
             raise PlannerError(f"{error}\n{tables}", error.error_type) from error
+
+    # The parts of `plan`, for callers that leave some tables where they are.
+
+    def enumerated(
+        self, model: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
+        """Returns all sharding options of the tables of a model, priced."""
+        check_tables(
+            model,
+            sharders,
+            self._constraints or {},
+            self.expected_rows,
+            self._topology.compute_device,
+        )
+        return self._enumerator.enumerate(model, sharders)
+
+    def reserved(self, model: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
+        """Returns a copy of the devices, less what TorchRec reserves for the dense part and batches."""
+        return self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=model,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+
+    def placed(self, options: list[ShardingOption], room: Topology) -> ShardingPlan:
+        """Returns the plan of one option for each table, in the room and beside the work of the devices."""
+        placed = self._partitioner.partition(proposal=options, storage_constraint=room)
+        return to_sharding_plan(placed, self._topology)
 
 
 def _largest_tables(options: list[ShardingOption], topology: Topology) -> str:
@@ -182,7 +213,7 @@ def make_planner(
         EmbeddingPerfEstimator(topology, by_table),
         DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows, deltas=deltas),
     ]
-    planner = _PricedPlanner(
+    planner = PricedPlanner(
         topology=topology,
         batch_size=batch_size,
         enumerator=EmbeddingEnumerator(topology, batch_size, by_table, estimators),

@@ -31,7 +31,10 @@ _SAME_NODES = (
     "The planner's Topology(local_world_size=...) and the environment's LOCAL_WORLD_SIZE must be the same; "
     "torchrun sets the latter, to the ranks of a machine."
 )
-_NO_COPIES = " Every rank would have all rows: choose one of those, or a static table."
+_NO_COPIES = (
+    " Every rank would have all rows: choose one of those, or a static table. "
+    "torchrec_dyn.planner.without_data_parallel makes a plan table-wise."
+)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,11 @@ from torchrec_dyn.checkpoint_format import (
     PlaceLike,
     PlaceReader,
     SavedTensor,
+    check_new_names,
+    checked_rename,
+    marked,
     open_files,
+    renamed_keys,
 )
 from torchrec_dyn.state_dict.collection_state import check_is_not_static
 from torchrec_dyn.state_dict.loading import LoadTarget, TableLoad, begin_session, note_begun
@@ -53,6 +58,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Args:
         *options: positional arguments of DCP's planner.
+        rename: new names of tables by their saved names, e.g. {"user": "member"}. Rows, optimizer state,
+            scores, counters and clocks load into the tables with the new names, verified as always. An id
+            that is new after the load gets the initial row of the new name.
         path: directory or URL of the checkpoint. With it, each rank finds its rows from a few of the saved
             ids and reads no other rows, which is faster. Without it, DCP's reader loads all rows on each
             rank, chunk by chunk, and the rank keeps its own rows.
@@ -64,10 +72,22 @@ class LoadPlanner(DefaultLoadPlanner):
     _left: Counter[TableLoad]  # blocks that DCP has not read yet
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _deltas: set[str]  # names of tables of which only the changes were saved
+    _saved_keys: dict[str, str]  # of renamed tables, by key in the state dict
+    _unmarked: Counter[str]  # blocks that DCP has not read yet of configs that get the saved name
+    _given: STATE_DICT_TYPE  # the state dict, and where each tensor is in it
+    _paths: dict[str, Any]
 
-    def __init__(self, *options: Any, path: PlaceLike | None = None, **named: Any) -> None:
+    def __init__(
+        self,
+        *options: Any,
+        path: PlaceLike | None = None,
+        rename: Mapping[str, str] | None = None,
+        **named: Any,
+    ) -> None:
         super().__init__(*options, **named)
         self._path = path
+        self._rename = checked_rename(rename, "LoadPlanner.rename")
+        self._saved_names = {new: old for old, new in self._rename.items()}
 
     def set_up_planner(
         self,
@@ -78,23 +98,37 @@ class LoadPlanner(DefaultLoadPlanner):
         """Finds the tensors of each table in the checkpoint."""
         assert metadata is not None
         self._names, self._empty = {}, set()
+        metadata = self._with_new_keys(metadata)
         saved = metadata.state_dict_metadata
         self._deltas = {key.split(".")[-2] for key in saved if key.endswith(".base")}
         flat, paths = flatten_state_dict(state_dict)
+        self._given, self._paths = state_dict, paths
+        tables: set[str] = set()
         loads: dict[tuple[int, str], TableLoad] = {}
         for fqn, value in flat.items():
             if isinstance(value, SavedTensor) and isinstance(value.entry, LoadTarget):
                 self._add(fqn, value.entry, loads, saved)
+                tables.add(value.entry.table.name)
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat):
+                tables.add(fqn.split(".")[-2])
                 resized = self._resized(fqn, value, saved)
                 if resized is not None:
                     set_element(state_dict, paths[fqn], resized)
+        check_new_names(self._rename, tables, "LoadPlanner.rename")
         files = None
         if self._path is not None:
             files, _ = open_files(self._path)
         self._loads = [load for load in loads.values() if self._begin(load, saved, files)]
         begin_session(self._loads)
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _with_new_keys(self, metadata: Metadata) -> Metadata:
+        """Returns metadata with the new keys of renamed tables; notes the saved keys."""
+        saved = metadata.state_dict_metadata
+        new_keys = renamed_keys(saved, self._rename, "LoadPlanner.rename")
+        self._saved_keys = {new: key for key, new in new_keys.items()}
+        renamed = {new_keys.get(key, key): tensor for key, tensor in saved.items()}
+        return replace(metadata, state_dict_metadata=renamed)
 
     def _resized(self, fqn: str, value: Tensor, saved: Mapping[str, Any]) -> Tensor | None:
         """Returns a new tensor for one of an unsharded table, of the saved size; None if it has that size.
@@ -129,6 +163,7 @@ class LoadPlanner(DefaultLoadPlanner):
         _check_chunks(fqn, saved.get(fqn))
         # Tables of two collections may have the same name.
         load = loads.setdefault((id(table.lock), table.name), TableLoad(table, False))
+        load.saved_name = self._saved_names.get(table.name, table.name)
         if load.keys.setdefault(name, fqn) != fqn:
             raise ValueError(
                 f"{table.where}: expected its tensors once in a state dict, got '{load.keys[name]}' and "
@@ -152,8 +187,9 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, tensor in present.items():
             key, is_searched = load.keys[name], name in ("ids", "waiting")
             if files is not None:
-                where = f"'{key}' in {self._path}"
-                tensors[name] = ChunkedTensor.in_files(where, files, key, tensor)
+                saved_key = self._saved_keys.get(key, key)
+                where = f"'{saved_key}' in {self._path}"
+                tensors[name] = ChunkedTensor.in_files(where, files, saved_key, tensor)
             else:
                 tensors[name] = ChunkedTensor(
                     f"{load.table.where}, {name}",
@@ -177,7 +213,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 if name in load.tensors:
                     chunks, tensor = load.wanted(name), cast(TensorStorageMetadata, saved[fqn])
                     plan.items += create_read_items_for_chunk_list(fqn, tensor, chunks)
-        return plan
+        return replace(plan, items=[*map(self._as_saved, plan.items)])
+
+    def _as_saved(self, item: ReadItem) -> ReadItem:
+        """Returns an item that reads a tensor by the key under which it was saved."""
+        index = item.storage_index
+        if index.fqn not in self._saved_keys:
+            return item
+        return replace(item, storage_index=replace(index, fqn=self._saved_keys[index.fqn]))
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Reads the rows that DCP does not read, and returns the plan as DCP's planner does.
@@ -187,12 +230,22 @@ class LoadPlanner(DefaultLoadPlanner):
         for load in self._loads:
             if load.has_rows:
                 note_begun(load)
-        ours = (item.dest_index.fqn for item in new_plan.items)
-        self._left = Counter(self._names[fqn][0] for fqn in ours if fqn in self._names)
+        self._count(new_plan)
         for load in self._loads:
             if not self._left[load]:
                 load.stage()
         return super().finish_plan(new_plan)
+
+    def _count(self, plan: LoadPlan) -> None:
+        """Counts the blocks that DCP reads of each load, and of configs that get the saved name."""
+        read = [item.dest_index.fqn for item in plan.items]
+        self._left = Counter(self._names[fqn][0] for fqn in read if fqn in self._names)
+        ends = (".config", ".optimizer_config")
+        self._unmarked = Counter(
+            fqn
+            for fqn in read
+            if fqn in self._saved_keys and fqn not in self._names and fqn.endswith(ends)
+        )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Returns the tensor into which a block is read."""
@@ -207,12 +260,20 @@ class LoadPlanner(DefaultLoadPlanner):
         fqn = read_item.dest_index.fqn
         if fqn not in self._names:
             super().commit_tensor(read_item, tensor)
+            self._mark(fqn)
             return
         load, name = self._names[fqn]
         load.tensors[name].put(_offset_of(read_item), tensor)
         self._left[load] -= 1
         if not self._left[load]:
             load.stage()
+
+    def _mark(self, fqn: str) -> None:
+        """Marks the config of an unsharded table, once it is read, with the name under which it was saved."""
+        self._unmarked.subtract([fqn] if fqn in self._unmarked else [])
+        if fqn in self._unmarked and not self._unmarked[fqn]:
+            old = self._saved_keys[fqn].split(".")[-2]
+            set_element(self._given, self._paths[fqn], marked(self.state_dict[fqn], old))
 
 
 def _offset_of(read_item: ReadItem) -> tuple[int, ...]:

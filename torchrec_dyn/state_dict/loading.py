@@ -33,6 +33,7 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     optimizer_config,
     sum_of_small,
+    without_mark,
 )
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.name_lists import listed
@@ -104,6 +105,7 @@ class TableLoad:
         targets: the state dicts into which it was read; none if they have plain tensors.
         has_rows: True if rows, ids, scores, counters and clock are loaded.
         has_state: True if optimizer state is loaded. Without rows it belongs to the present rows.
+        saved_name: name of the table when it was saved, on which its content sums depend.
         keys: keys of its tensors in the state dicts that DCP loads, by name.
         tensors: the saved tensors, by name, in files or in memory; none once they are staged.
         unread: names of saved tensors that the load does not read, so that their sums are not compared.
@@ -118,6 +120,7 @@ class TableLoad:
         self.table = table
         self.targets: list[LoadTarget] = []
         self.has_rows, self.has_state = has_rows, has_state
+        self.saved_name = table.name
         self.keys: dict[str, str] = {}
         self.tensors: dict[str, ChunkedTensor] = {}
         self.unread: set[str] = set()
@@ -215,7 +218,7 @@ class TableLoad:
         table, tensors, self.tensors = self.table, self.tensors, {}
         try:
             for name in tensors.keys() & {*self.small_names}:
-                self._small[name] = to_host(tensors[name].whole())
+                self._small[name] = self._without_mark(name, to_host(tensors[name].whole()))
             for name in (one for one in self.checksums if one in tensors):
                 if words := tensors[name].whole().tolist():
                     self._words[name] = words
@@ -227,10 +230,18 @@ class TableLoad:
                 )
                 self.staged = StagedTable(table, MergedTable([saved]))
             else:
-                self.staged = StagedState(table, tensors, self.cuts)
+                self.staged = StagedState(table, tensors, self.cuts, self.saved_name)
             self.fault = None
         except ValueError as fault:
             self.fault = fault
+
+    def _without_mark(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns a tensor that is not by row as it was saved; notes the name that `rename_tables` marked."""
+        if name not in _CONFIGS.values():
+            return tensor
+        tensor, saved_name = without_mark(tensor)
+        self.saved_name = saved_name or self.saved_name
+        return tensor
 
     # Verifying.
 
@@ -248,9 +259,9 @@ class TableLoad:
         for checksum, words in self._words.items():
             small = {name: self._small[name] for name in self._small if name in _TENSORS[checksum]}
             saved = from_words(torch.tensor(words, device="cpu"))
-            check_config_is_whole(where, table.name, small, saved)
+            check_config_is_whole(where, self.saved_name, small, saved)
         if config := self._config("config"):
-            check_config(where, config, table.config)
+            check_config(where, config, {**table.config, "table": self.saved_name})
         if config := self._config("optimizer_config"):
             check_optimizer(where, config, optimizer_config(table.optimizer, table.cuts))
 
@@ -271,7 +282,7 @@ class TableLoad:
 
     def _small_sums(self) -> dict[str, int]:
         """Returns the content sums of the tensors that are not by row: every rank reads them, rank 0 sums."""
-        name = self.table.name
+        name = self.saved_name
         small = {} if self.table.rank else self._small
         return {one: sum_of_small(name, one, tensor) for one, tensor in small.items()}
 

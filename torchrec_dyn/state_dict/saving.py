@@ -199,19 +199,26 @@ class TableSource:
         readers: dict[str, list[_RowReader]] = {}
         for shard, rows in zip(self.table.shards, self.canonical, strict=True):
             for tensor in row_tensors(self.table, shard):
-                readers.setdefault(tensor.name, []).append(_RowReader(tensor, shard, rows))
+                reader = _RowReader(tensor, shard, rows, self.table.name)
+                readers.setdefault(tensor.name, []).append(reader)
         if self.waiting is not None:
             tensor = _RowTensor("waiting", (0,), (3,), self.table.has_first_column)
-            readers["waiting"] = [_RowReader(tensor, self.table.shards[0], self.waiting)]
+            first = self.table.shards[0]
+            readers["waiting"] = [_RowReader(tensor, first, self.waiting, self.table.name)]
         return readers
 
 
 class _RowReader:
-    """Reads one tensor of a shard in canonical order, and keeps the content sums of what it reads."""
+    """Reads one tensor of a shard in canonical order, and keeps the content sums of what it reads.
 
-    def __init__(self, tensor: _RowTensor, shard: TableShard, rows: CanonicalRows) -> None:
+    `table` is the name on which the sums depend.
+    """
+
+    def __init__(
+        self, tensor: _RowTensor, shard: TableShard, rows: CanonicalRows, table: str
+    ) -> None:
         self.name, self.first, self.columns, self.is_saved = tensor
-        self._shard, self._rows = shard, rows
+        self._shard, self._rows, self._table = shard, rows, table
         # Of stretches that were read, by start: stop and sum.
         self._sums: dict[int, tuple[int, int]] = {}
 
@@ -249,7 +256,7 @@ class _RowReader:
             else:
                 values = read_tensor(self._shard, self.name, places)
         if start < stop:
-            summed = content_sum(self._shard.name, self.name, ids, values, *self.first)
+            summed = content_sum(self._table, self.name, ids, values, *self.first)
             self._sums[start] = stop, summed
         return values
 
@@ -298,17 +305,20 @@ def saved_sums(tables: Sequence[Table], call: str) -> list[dict[str, int]]:
 def sums_here(table: Table) -> dict[str, int]:
     """Returns this rank's part of the content sums of a table, by tensor.
 
-    Of a table on the CPU that records its changes it reads only the rows touched since the last call.
+    Of a table on the CPU that records its changes it reads only the rows touched since the last call. The
+    table may have another name than its shards: that under which it was saved elsewhere.
     """
     if table.part is None:
         return {}
     with turn_of(table):
         source = TableSource(table)
-        summed = _present_sums if table.maps is None else _sums_of_shard
-        sums = [
-            summed(shard, rows, row_tensors(table, shard))
-            for shard, rows in zip(table.shards, source.canonical, strict=True)
-        ]
+        sums = []
+        for shard, rows in zip(table.shards, source.canonical, strict=True):
+            tensors = row_tensors(table, shard)
+            if table.maps is None and table.name == shard.name:
+                sums.append(_present_sums(shard, rows, tensors))
+            else:
+                sums.append(_sums_of_shard(shard, rows, tensors, table.name))
         if table.has_first_column:
             sums += [{"waiting": reader.total()} for reader in source._readers().get("waiting", ())]
         if _is_first(table):
@@ -318,13 +328,13 @@ def sums_here(table: Table) -> dict[str, int]:
 
 
 def _sums_of_shard(
-    shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor]
+    shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor], table: str
 ) -> dict[str, int]:
     """Returns the content sums of all of a shard's rows, by tensor; 0 for a tensor without rows."""
     sums = {tensor.name: 0 for tensor in tensors if tensor.is_saved}
     most = rows_summed(shard.weights.row_bytes, shard.device)
     chunks = rows.by_row(shard.row_numbers.high_water_mark, most)
-    return add_sums(sums, _sums_of(shard, tensors, chunks, True))
+    return add_sums(sums, _sums_of(shard, tensors, chunks, True, table))
 
 
 def _present_sums(
@@ -334,7 +344,7 @@ def _present_sums(
     touched = None if shard.change_log is None else shard.change_log.touched
     sums = None if touched is None else touched.sums(shard.id_map)
     if sums is None:
-        sums = _sums_of_shard(shard, rows, tensors)
+        sums = _sums_of_shard(shard, rows, tensors, shard.name)
         if touched is not None:
             touched.keep(sums, _summing(shard, tensors), shard.id_map)
     return sums
@@ -349,7 +359,7 @@ def _summing(shard: TableShard, tensors: Sequence[_RowTensor]) -> SumRows:
         assert held is not None
         most = rows_summed(held.weights.row_bytes, held.device)
         chunks = zip(ids.split(most), rows.split(most), strict=True)
-        return _sums_of(held, tensors, chunks, False)
+        return _sums_of(held, tensors, chunks, False, held.name)
 
     return sum_rows
 
@@ -359,6 +369,7 @@ def _sums_of(
     tensors: Sequence[_RowTensor],
     chunks: Iterable[tuple[Tensor, Tensor]],
     are_ascending: bool,
+    table: str,
 ) -> dict[str, int]:
     """Returns the content sums of chunks of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
     sums: dict[str, int] = {}
@@ -367,7 +378,7 @@ def _sums_of(
             if tensor.is_saved:
                 name = tensor.name
                 values = ids if name == "ids" else read_tensor(shard, name, rows, are_ascending)
-                part = content_sum(shard.name, name, ids, values, *tensor.first)
+                part = content_sum(table, name, ids, values, *tensor.first)
                 sums[name] = unsigned(sums.get(name, 0) + part)
     return sums
 

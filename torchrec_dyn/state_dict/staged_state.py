@@ -23,14 +23,16 @@ from torchrec_dyn.table import Commit, TableShard, named_states, replace, with_s
 
 
 class StagedState:
-    """The saved optimizer state of a table; `cuts` are those of its row-wise state."""
+    """The saved optimizer state of a table; `cuts` are those of its row-wise state, sums of `saved_name`."""
 
     def __init__(
         self,
         table: Table,
         tensors: Mapping[str, ChunkedTensor],
         cuts: Sequence[int],
+        saved_name: str,
     ) -> None:
+        self._saved_name = saved_name
         names = table.optimizer.state_names
         self.table, self._cuts = table, cuts
         self._states = {name: tensors[name] for name in names if name in tensors}
@@ -64,7 +66,7 @@ class StagedState:
                 sums = add_sums(
                     sums,
                     {
-                        name: content_sum(table.name, name, ids, numbers, first)
+                        name: content_sum(self._saved_name, name, ids, numbers, first)
                         for name, (numbers, first) in summed.items()
                     },
                 )
