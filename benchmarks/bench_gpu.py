@@ -160,7 +160,7 @@ def evictions(count: int, arguments: argparse.Namespace) -> Iterator[Case]:
 
     def evict(turn: int) -> None:
         ids, rows, _, ends = ops.lowest_rows(slots, asked, None, False, tables)
-        ops.remove_rows_(ids, rows, ends, tables)
+        ops.remove_rows_(ids, rows, ends.tolist(), tables)
 
     sides = {
         "ours": evict,

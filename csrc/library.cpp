@@ -141,15 +141,28 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "add_rows_(Tensor(a!) new_rows, Tensor new_ids, int[] new_offsets, int[] first_rows, Tensor reused, "
       "int[] reused_offsets, int[] steps, Tensor? counts, Tensor(b!)? rows, Tensor? new_index, Tensor? places, "
       "Tensor tables) -> ()");
-  // Removes distinct ids [M] in table order, which have rows [M], and their scores.
-  m.def("remove_rows_(Tensor ids, Tensor rows, Tensor table_offsets, Tensor tables) -> ()");
+  // Removes distinct ids [M], those of each table from offsets [T + 1] on, which have rows [M], and their scores.
+  m.def("remove_rows_(Tensor ids, Tensor rows, int[] offsets, Tensor tables) -> ()");
+  // The commit of a training step, in this order: counters of waiting ids are seen, dropped and begun; rows are seen,
+  // removed and given to new ids: as touch_scores_, remove_rows_ and add_rows_ of each. All memory is taken before the
+  // first write. counters: as of admit; without any, the lists of counters are empty.
+  m.def(
+      "commit_step_(Tensor removed_ids, Tensor removed_rows, int[] removed_offsets, Tensor seen_rows, "
+      "Tensor table_offsets, Tensor steps, Tensor? times, Tensor(a!) new_rows, Tensor new_ids, int[] new_offsets, "
+      "int[] first_rows, Tensor reused, int[] reused_offsets, int[] new_steps, Tensor? counts, Tensor(b!)? rows, "
+      "Tensor? new_index, Tensor? places, Tensor tables, Tensor dropped_ids, Tensor dropped_rows, "
+      "int[] dropped_offsets, Tensor waiting_rows, Tensor waiting_offsets, Tensor waiting_steps, "
+      "Tensor? waiting_times, Tensor(c!) begun_rows, Tensor begun_ids, int[] begun_offsets, int[] begun_first_rows, "
+      "Tensor begun_reused, int[] begun_reused_offsets, int[] begun_steps, Tensor? begun_counts, "
+      "Tensor(d!)? begun_fills, Tensor? begun_index, Tensor? begun_places, Tensor counters) -> ()");
   // Decides which of new ids [M] get rows. occurrences [M]: in this step; asks [M] bool: false for ids that no feature
   // that inserts has; counted [M]: the occurrences that count. rules [T, 4]: kind, number, number of squares, 1 if the
   // table has counters; squares [T, 33] (life/admission.h). counters: the prepared maps and scores of waiting ids, [0]
   // without any. -> places [K] of the admitted ids. first and second: four lists, one after the other: admitted ids and
-  // counts; ids and rows of counters that are not needed any more; rows and new counts of other counters; ids and
-  // counts of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids if `sums`, else 0; and
-  // of those that are not admitted. A GPU's host waits for these, but if all ids are admitted and nothing is summed.
+  // counts; ids and rows of counters that are not needed any more; rows of other counters, and what they count more;
+  // ids and counts of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids if `sums`,
+  // else 0; and of those that are not admitted. A GPU's host waits for these, but if all ids are admitted and nothing
+  // is summed.
   m.def(
       "admit(Tensor new_ids, Tensor occurrences, Tensor new_offsets, Tensor? asks, Tensor? counted, Tensor rules, "
       "Tensor squares, Tensor counters, bool sums=False) -> (Tensor places, Tensor first, Tensor second, Tensor "
@@ -159,15 +172,17 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // 0); all of these if there are fewer. A question is table, rows, 1 to compare counts or 0, before, most. half_lives
   // [Q, 40]: the first steps of the half-lives of counts (life/scores.h), -1 for counts that do not decay. -> ids [K],
   // rows [K] of all questions; offsets [Q + 1] on the CPU. last_seen: [K] if in_order, when each answer is by
-  // last_seen, then by mixed id; else [0], and the order is any. A GPU's host waits for the offsets.
+  // last_seen, then by mixed id; else [0], and the order is any. A GPU's host waits for the offsets. kept [N], from
+  // kept_offsets [T + 1] on for each table: rows that are not chosen, -1 is skipped; meanwhile their scores are hidden.
   m.def(
-      "lowest_rows(Tensor like, Tensor questions, Tensor? half_lives, bool in_order, Tensor tables) -> "
-      "(Tensor ids, Tensor rows, Tensor last_seen, Tensor offsets)");
+      "lowest_rows(Tensor like, Tensor questions, Tensor? half_lives, bool in_order, Tensor tables, "
+      "Tensor? kept=None, Tensor? kept_offsets=None) -> (Tensor ids, Tensor rows, Tensor last_seen, Tensor offsets)");
   // listed: lists [3, M] of ids, rows and last_seen; spans [L, 4]: the table of each, entries [begin, end), most. ->
   // the ids [K] and rows [K] of the first `most` of these entries whose rows still have the listed last_seen; offsets
-  // [L + 1] and firsts [L], the first such entry of each list or `end`, on the CPU. A GPU's host waits for these.
+  // [L + 1] and firsts [L], the first such entry of each list or `end`, on the CPU. A GPU's host waits for these. kept:
+  // as of lowest_rows.
   m.def(
-      "choose_listed(Tensor[] listed, Tensor spans, Tensor tables) -> "
+      "choose_listed(Tensor[] listed, Tensor spans, Tensor tables, Tensor? kept=None, Tensor? kept_offsets=None) -> "
       "(Tensor ids, Tensor rows, Tensor offsets, Tensor firsts)");
   // Finds the rows of ids [N] and pools them as gather_pool. lengths [B] or offsets [B + 1] of the bags, int32 or
   // int64, or both; first_bags [F + 1] of each feature; first_features [T + 1] of each table. Without segments each id

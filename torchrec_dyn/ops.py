@@ -321,8 +321,25 @@ def add_rows_(
 
 
 @_op
-def remove_rows_(ids: Tensor, rows: Tensor, table_offsets: Tensor, tables: Tensor) -> None:
+def remove_rows_(ids: Tensor, rows: Tensor, offsets: Sequence[int], tables: Tensor) -> None:
     """Removes ids of prepared tables and the scores of their rows, in place."""
+
+
+@_op
+def commit_step_(
+    removed_ids: Tensor, removed_rows: Tensor, removed_offsets: Sequence[int], seen_rows: Tensor,
+    table_offsets: Tensor, steps: Tensor, times: Tensor | None, new_rows: Tensor, new_ids: Tensor,
+    new_offsets: Sequence[int], first_rows: Sequence[int], reused: Tensor,
+    reused_offsets: Sequence[int], new_steps: Sequence[int], counts: Tensor | None,
+    rows: Tensor | None, new_index: Tensor | None, places: Tensor | None, tables: Tensor,
+    dropped_ids: Tensor, dropped_rows: Tensor, dropped_offsets: Sequence[int], waiting_rows: Tensor,
+    waiting_offsets: Tensor, waiting_steps: Tensor, waiting_times: Tensor | None,
+    begun_rows: Tensor, begun_ids: Tensor, begun_offsets: Sequence[int],
+    begun_first_rows: Sequence[int], begun_reused: Tensor, begun_reused_offsets: Sequence[int],
+    begun_steps: Sequence[int], begun_counts: Tensor | None, begun_fills: Tensor | None,
+    begun_index: Tensor | None, begun_places: Tensor | None, counters: Tensor,
+) -> None:  # fmt: skip
+    """Commits a training step of prepared tables, in place: scores, removed rows, new rows, counters."""
 
 
 @_op
@@ -338,8 +355,9 @@ def admit(
 
 @_op
 def lowest_rows(
-    like: Tensor, questions: Tensor, half_lives: Tensor | None, in_order: bool, tables: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like: Tensor, questions: Tensor, half_lives: Tensor | None, in_order: bool, tables: Tensor,
+    kept: Tensor | None = None, kept_offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Finds the lowest rows of prepared tables: by count or last_seen, then by mixed id, unsigned."""
     ids, rows = _two_lists(like)
     last_seen = torch.empty_like(ids) if in_order else torch.empty_like(like[:0])
@@ -348,8 +366,9 @@ def lowest_rows(
 
 @_op
 def choose_listed(
-    listed: Sequence[Tensor], spans: Tensor, tables: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    listed: Sequence[Tensor], spans: Tensor, tables: Tensor, kept: Tensor | None = None,
+    kept_offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Finds the first rows of lists whose last_seen is as listed."""
     ids, rows = _two_lists(listed[0] if listed else tables)
     lists = spans.shape[0]

@@ -51,7 +51,7 @@ TORCHREC_DYN_BOTH constexpr bool is_admitted(Admitted outcome) {
 }
 
 // The lists of the result of `admit`, one after the other: admitted ids and their counts, ids and rows of counters that
-// are dropped, rows and counts of those that go up, ids and counts of those that begin.
+// are dropped, rows of those that go up and by how much, ids and counts of those that begin.
 constexpr int64_t kAdmittedLists = 4;
 
 // The new ids of a batch with what decides about them. `t` is the table of id `i`.
@@ -68,6 +68,7 @@ struct NewIdsToAdmit {
     const int64_t sum = (counted == nullptr ? occurrences[i] : counted[i]) + in_counter;
     return sum < static_cast<int64_t>(kMostCount) ? sum : static_cast<int64_t>(kMostCount);
   }
+  TORCHREC_DYN_BOTH int64_t occurred(int64_t i) const { return count(i, 0); }
 
   TORCHREC_DYN_BOTH Admitted decide(int64_t i, int64_t t, int64_t count, bool has_counter) const {
     const AdmissionRule& rule = rules[t];

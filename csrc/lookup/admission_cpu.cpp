@@ -71,7 +71,7 @@ AdmitResult admit(const AdmitCall& call) {
         lists[0].add(given.ids[i], sum);
       }
       if (outcome == Admitted::kCounted) lists[1].add(given.ids[i], row);
-      if (outcome == Admitted::kSeen) lists[2].add(row, sum);
+      if (outcome == Admitted::kSeen) lists[2].add(row, given.occurred(i));
       if (outcome == Admitted::kBegun) lists[3].add(given.ids[i], sum);
       for (int64_t list = 0; list < kAdmittedLists; ++list) own[list] += is_in_list(outcome, list);
       own[kAdmittedLists] += call.sums ? given.occurrences[i] : 0;

@@ -86,7 +86,7 @@ struct ListAdmitted {
       write(0, i, id, count);
     }
     if (outcome == Admitted::kCounted) write(1, i, id, row);
-    if (outcome == Admitted::kSeen) write(2, i, row, count);
+    if (outcome == Admitted::kSeen) write(2, i, row, batch.given.occurred(i));
     if (outcome == Admitted::kBegun) write(3, i, id, count);
   }
 

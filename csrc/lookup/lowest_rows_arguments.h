@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "life/scores.h"
 #include "lookup/prepared_tables.h"
+#include "lookup/table_scores_arguments.h"
 #include "struct_kernel.h"
 
 namespace torchrec_dyn {
@@ -28,11 +29,13 @@ struct LowestRowsCall {
   std::optional<Tensor> half_lives = arguments.read<std::optional<Tensor>>();
   bool in_order = arguments.read<bool>();
   Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
+  KeptRows kept{arguments};
 
   std::vector<LowestQuestion> read() const {
     const auto count = static_cast<int64_t>(tables->count());
     check_size(kOp, "the number of maps", count, static_cast<int64_t>(tables->maps.size()));
     check_size(kOp, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
+    kept.check(kOp, *tables);
     TORCHREC_DYN_CHECK(like.is_cpu() == tables->device.is_cpu(), kOp,
                        ": expected like on the device of the tables, got a tensor of another one.");
     check_tensor(kOp, "questions", questions, ScalarType::Long);
@@ -82,10 +85,12 @@ struct ChooseListedCall {
   std::vector<Tensor> listed = arguments.read<std::vector<Tensor>>();
   Tensor spans = arguments.read<Tensor>();
   Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
+  KeptRows kept{arguments};
 
   std::vector<ListedSpan> read() const {
     const auto count = static_cast<int64_t>(tables->count()), lists = static_cast<int64_t>(listed.size());
     check_size(kOp, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
+    kept.check(kOp, *tables);
     check_tensor(kOp, "spans", spans, ScalarType::Long);
     check_size(kOp, "the elements of spans", 4 * lists, spans.numel());
     std::vector<ListedSpan> read;

@@ -199,8 +199,16 @@ std::vector<uint64_t> last_seen_of_slots(const std::vector<Slot>& slots, const S
   return seen;
 }
 
+template <typename Asked>
+std::vector<int64_t> tables_of(const std::vector<Asked>& asked) {
+  std::vector<int64_t> tables;
+  for (const Asked& one : asked) tables.push_back(one.table);
+  return tables;
+}
+
 LowestRows lowest_rows(const LowestRowsCall& call) {
   const std::vector<LowestQuestion> questions = call.read();
+  const LastWrite hidden = hide_scores(call.kept, *call.tables, tables_of(questions));
   Tensor offsets = new_int64(static_cast<int64_t>(questions.size()) + 1);
   auto* const offset = mutable_data<int64_t>(offsets);
   offset[0] = 0;
@@ -235,6 +243,7 @@ LowestRows lowest_rows(const LowestRowsCall& call) {
 
 ChosenRows choose_listed(const ChooseListedCall& call) {
   const std::vector<ListedSpan> spans = call.read();
+  const LastWrite hidden = hide_scores(call.kept, *call.tables, tables_of(spans));
   const auto lists = static_cast<int64_t>(spans.size());
   Tensor offsets = new_int64(lists + 1), firsts = new_int64(lists);
   std::vector<std::vector<int64_t>> chosen(spans.size());  // places in the list

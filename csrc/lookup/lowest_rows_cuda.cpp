@@ -106,6 +106,7 @@ LowestRows lowest_rows(const LowestRowsCall& given) {
   std::fill(offset, offset + asked + 1, int64_t{0});
   if (asked == 0) return {new_device_tensor({0}), new_device_tensor({0}), new_device_tensor({0}), offsets};
   DeviceCall call(given.like);
+  const LastWrite hidden = hide_scores(call, given.kept, tables);
   uint64_t* const* pointers = call.copy_of(tables.score_blocks);
   auto* const counts = call.zeros<LowestCounts>(asked);
   std::vector<Search> searches;
@@ -160,6 +161,7 @@ ChosenRows choose_listed(const ChooseListedCall& given) {
   const int64_t n = begins.back();
   if (n == 0) return {new_device_tensor({0}), new_device_tensor({0}), offsets, firsts};
   DeviceCall call(given.listed.front());
+  const LastWrite hidden = hide_scores(call, given.kept, tables);
   const std::vector<int64_t> nothing(tables.count());
   const ListedBatch batch{call.copy_of(read), call.copy_of(begins), lists,
                           send_scores(call, tables, nothing.data(), nullptr), call.allocate_for<int64_t>(n + 1)};

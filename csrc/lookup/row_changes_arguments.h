@@ -1,4 +1,4 @@
-// The arguments of add_rows_ and remove_rows_, checked for every device.
+// The arguments of add_rows_, remove_rows_ and commit_step_, checked for every device.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "lookup/fill_new.h"
 #include "lookup/prepared_tables.h"
+#include "lookup/table_scores_arguments.h"
 #include "storage/id_map_arguments.h"
 #include "struct_kernel.h"
 
@@ -36,11 +37,14 @@ inline void check_maps(const char* op, const PreparedTables& tables) {
   check_size(op, "the number of maps", static_cast<int64_t>(tables.count()), static_cast<int64_t>(tables.maps.size()));
 }
 
-// The new ids of a call; their ids and the reused rows are on the device.
-struct AddRowsCall {
+// The ids of a call that get rows; their ids and the reused rows are on the device.
+struct AddedRows {
   static constexpr const char* kOp = "add_rows_";
 
-  ArgumentReader arguments;
+  AddedRows(const char* op, ArgumentReader& arguments) : op(op), arguments(arguments) {}
+
+  const char* op;
+  ArgumentReader& arguments;
 
   Tensor new_rows = arguments.read<Tensor>();
   Tensor new_ids = arguments.read<Tensor>();
@@ -53,8 +57,8 @@ struct AddRowsCall {
   std::optional<Tensor> rows = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> new_index = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> places = arguments.read<std::optional<Tensor>>();
-  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
 
+  const Tensor& like() const { return new_ids; }
   const int64_t* first_counts() const { return const_data<int64_t>(counts); }
   int64_t count(size_t t) const { return offsets[t + 1] - offsets[t]; }
   int64_t count_again(size_t t) const { return reused_offsets[t + 1] - reused_offsets[t]; }
@@ -64,38 +68,37 @@ struct AddRowsCall {
             mutable_data<int64_t>(*rows)};
   }
 
-  void check() const {
-    const auto size = static_cast<int64_t>(tables->count());
-    check_maps(kOp, *tables);
-    if (has_rows(*tables))
-      check_size(kOp, "the number of initial rows", size, static_cast<int64_t>(tables->initial.size()));
-    check_tensor(kOp, "new_ids", new_ids, ScalarType::Long, tables->device);
-    check_numbers(kOp, "new_rows", new_rows, ScalarType::Long, new_ids.numel(), tables->device);
-    check_tensor(kOp, "reused", reused, ScalarType::Long, tables->device);
-    check_table_offsets(kOp, offsets, size, new_ids.numel());
-    check_table_offsets(kOp, reused_offsets, size, reused.numel());
+  void check(const PreparedTables& tables, SeparateMemory& memory) const {
+    const auto size = static_cast<int64_t>(tables.count());
+    check_maps(op, tables);
+    if (has_rows(tables))
+      check_size(op, "the number of initial rows", size, static_cast<int64_t>(tables.initial.size()));
+    check_tensor(op, "new_ids", new_ids, ScalarType::Long, tables.device);
+    check_numbers(op, "new_rows", new_rows, ScalarType::Long, new_ids.numel(), tables.device);
+    check_tensor(op, "reused", reused, ScalarType::Long, tables.device);
+    check_table_offsets(op, offsets, size, new_ids.numel());
+    check_table_offsets(op, reused_offsets, size, reused.numel());
     for (const std::vector<int64_t>* numbers : {&first_rows, &steps})
-      check_size(kOp, "the number of first_rows and steps", size, static_cast<int64_t>(numbers->size()));
-    check_numbers(kOp, "counts", counts, ScalarType::Long, new_ids.numel(), tables->device);
-    check_numbers(kOp, "places", places, ScalarType::Long, new_ids.numel(), tables->device);
-    TORCHREC_DYN_CHECK(rows.has_value() == new_index.has_value(), kOp,
+      check_size(op, "the number of first_rows and steps", size, static_cast<int64_t>(numbers->size()));
+    check_numbers(op, "counts", counts, ScalarType::Long, new_ids.numel(), tables.device);
+    check_numbers(op, "places", places, ScalarType::Long, new_ids.numel(), tables.device);
+    TORCHREC_DYN_CHECK(rows.has_value() == new_index.has_value(), op,
                        ": expected both rows and new_index, or neither, got one of them.");
     if (rows) {
-      check_tensor(kOp, "rows", *rows, ScalarType::Long, tables->device);
-      check_numbers(kOp, "new_index", new_index, ScalarType::Long, rows->numel(), tables->device);
+      check_tensor(op, "rows", *rows, ScalarType::Long, tables.device);
+      check_numbers(op, "new_index", new_index, ScalarType::Long, rows->numel(), tables.device);
     }
-    for (size_t t = 0; t < tables->count(); ++t) {
+    for (size_t t = 0; t < tables.count(); ++t) {
       const int64_t fresh = count(t) - count_again(t), first = first_rows[t];
-      const int64_t capacity = capacity_of(*tables, t);
-      TORCHREC_DYN_CHECK(fresh >= 0 && first >= 0 && (fresh == 0 || first <= capacity - fresh), kOp,
+      const int64_t capacity = capacity_of(tables, t);
+      TORCHREC_DYN_CHECK(fresh >= 0 && first >= 0 && (fresh == 0 || first <= capacity - fresh), op,
                          ": expected room for the new rows of each table, got ", fresh, " rows from ", first, " on of ",
                          capacity, ". Reserve them first.");
-      TORCHREC_DYN_CHECK(is_last_seen(steps[t]) && steps[t] >= 0, kOp, ": expected steps in [0, 2^32 - 1), got ",
+      TORCHREC_DYN_CHECK(is_last_seen(steps[t]) && steps[t] >= 0, op, ": expected steps in [0, 2^32 - 1), got ",
                          steps[t], ".");
     }
-    SeparateMemory memory;
     if (rows) memory.writes(*rows);
-    memory.writes(new_rows).reads(new_ids, reused, counts, new_index, places).check(kOp, &tables->written);
+    memory.writes(new_rows).reads(new_ids, reused, counts, new_index, places);
   }
 };
 
@@ -103,6 +106,7 @@ inline void check_new_row(const char* op, bool is_inside, int64_t row, int64_t c
   TORCHREC_DYN_CHECK(is_inside, op, ": expected rows in [0, ", capacity, "), got ", row, ".");
 }
 
+// The errors of kernels; those of commit_step_ have the name of the op that does the same alone.
 inline void raise_new_row_error(const int64_t* words) { check_new_row("add_rows_", false, words[0], words[1]); }
 
 // The error of an id that was not inserted.
@@ -111,23 +115,64 @@ inline void raise_added_id_error(const int64_t* words) {
   check_inserted("add_rows_", false);
 }
 
-// The ids that lose their rows.
-struct RemoveRowsCall {
+// The ids of a call that lose their rows.
+struct RemovedRows {
   static constexpr const char* kOp = "remove_rows_";
 
-  ArgumentReader arguments;
+  RemovedRows(const char* op, ArgumentReader& arguments) : op(op), arguments(arguments) {}
+
+  const char* op;
+  ArgumentReader& arguments;
 
   Tensor ids = arguments.read<Tensor>();
   Tensor rows = arguments.read<Tensor>();
-  Tensor table_offsets = arguments.read<Tensor>();
+  std::vector<int64_t> offsets = arguments.read<std::vector<int64_t>>();
+
+  const Tensor& like() const { return ids; }
+
+  void check(const PreparedTables& tables, SeparateMemory& memory) const {
+    check_maps(op, tables);
+    check_tensor(op, "ids", ids, ScalarType::Long, tables.device);
+    check_numbers(op, "rows", rows, ScalarType::Long, ids.numel(), tables.device);
+    check_table_offsets(op, offsets, static_cast<int64_t>(tables.count()), ids.numel());
+    memory.reads(ids, rows);
+  }
+};
+
+// What a step does to tables, or to the counters of their waiting ids.
+struct StepOfRows {
+  explicit StepOfRows(ArgumentReader& arguments) : arguments(arguments) {}
+
+  ArgumentReader& arguments;
+
+  RemovedRows removed{"commit_step_", arguments};
+  TouchedBatch seen{"commit_step_", arguments};
+  AddedRows added{"commit_step_", arguments};
+
+  void check(const PreparedTables& tables, SeparateMemory& memory) const {
+    removed.check(tables, memory);
+    seen.check(tables, memory, added.rows);
+    added.check(tables, memory);
+  }
+};
+
+struct CommitStepCall {
+  static constexpr const char* kOp = "commit_step_";
+
+  ArgumentReader arguments;
+
+  StepOfRows rows{arguments};
   Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
+  StepOfRows waiting{arguments};
+  Tensor handle = arguments.read<Tensor>();
+  Handles::Shared counters = handle.numel() == 0 ? nullptr : Handles::all().get(kOp, handle);
 
   void check() const {
-    check_maps(kOp, *tables);
-    check_tensor(kOp, "ids", ids, ScalarType::Long, tables->device);
-    check_numbers(kOp, "rows", rows, ScalarType::Long, ids.numel(), tables->device);
-    check_table_offsets(kOp, table_offsets, static_cast<int64_t>(tables->count()), ids.numel());
-    SeparateMemory().reads(ids, rows, table_offsets).check(kOp, &tables->written);
+    SeparateMemory memory;
+    rows.check(*tables, memory);
+    if (counters) waiting.check(*counters, memory);
+    memory.check(kOp, &tables->written);
+    if (counters) memory.check(kOp, &counters->written);
   }
 };
 

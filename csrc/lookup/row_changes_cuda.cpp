@@ -12,29 +12,31 @@
 namespace torchrec_dyn {
 namespace {
 
-// Writes the initial rows of one table; blocks of `rows` are on the device, those of `host` on the host.
+// Prepares to write the initial rows of one table; blocks of `rows` are on the device, those of `host` on the host.
 template <typename T>
-void write_rows(DeviceCall& call, const InitialTable& initial, const int64_t* ids, const int64_t* rows, int64_t count,
-                const RowBlocks<T>& host, T* const* device, int64_t blocks) {
-  const char* op = AddRowsCall::kOp;
+void write_rows(DeviceCall& call, std::vector<Write>& writes, const char* op, const InitialTable& initial,
+                const int64_t* ids, const int64_t* rows, int64_t count, const RowBlocks<T>& host, T* const* device,
+                int64_t blocks) {
   uintptr_t bits = 0;
   for (int64_t b = 0; b < blocks; ++b) bits |= reinterpret_cast<uintptr_t>(host.blocks[b]);
   const GivenRows given{rows, count, 0, host.capacity, call.zeros<int64_t>(1), op, call.errors(raise_row_error)};
-  simt::launch(call.stream(), count, FindRowOutside{given});
   RowBlocks<T> table = host;
   table.blocks = device;
   const int64_t first = initial.first_column, columns = table.columns;
   const int64_t threads = (first + columns - 1) / kThreadColumns - first / kThreadColumns + 1;
   const bool is_whole =
       first % kThreadColumns == 0 && columns % kThreadColumns == 0 && bits % (kThreadColumns * sizeof(T)) == 0;
-  simt::launch(call.stream(), count * threads,
-               InitRows<T>{ids, given, table, initial.rows, initial.key, first, Division(threads), is_whole});
+  const InitRows<T> init{ids, given, table, initial.rows, initial.key, first, Division(threads), is_whole};
+  writes.push_back([&call, given, init, count, threads] {
+    simt::launch(call.stream(), count, FindRowOutside{given});
+    simt::launch(call.stream(), count * threads, init);
+  });
 }
 
-void init_rows(DeviceCall& call, const AddRowsCall& given, const int64_t* all_ids, const int64_t* all_rows) {
-  const PreparedTables& tables = *given.tables;
+void init_rows(DeviceCall& call, std::vector<Write>& writes, const AddedRows& given, const PreparedTables& tables,
+               const int64_t* all_ids, const int64_t* all_rows) {
   const RuleFacts facts = rule_facts(tables.optimizer);
-  dispatch_row_type(AddRowsCall::kOp, tables.row_type, [&](auto zero) {
+  dispatch_row_type(given.op, tables.row_type, [&](auto zero) {
     using T = decltype(zero);
     const std::vector<T*>& weights = tables.blocks<T>();
     SentLists sent(call, bytes_of(weights) + bytes_of(tables.states));
@@ -45,14 +47,14 @@ void init_rows(DeviceCall& call, const AddRowsCall& given, const int64_t* all_id
       const int64_t begin = given.offsets[t], n = given.count(t), first_block = tables.layout[t].first_block;
       if (n == 0) continue;
       const int64_t *ids = all_ids + begin, *rows = all_rows + begin;
-      write_rows(call, tables.initial[t], ids, rows, n, tables.rows<T>(t), device_weights + first_block,
-                 tables.layout[t].blocks);
+      write_rows(call, writes, given.op, tables.initial[t], ids, rows, n, tables.rows<T>(t),
+                 device_weights + first_block, tables.layout[t].blocks);
       for (int s = 0; s < facts.state_count(); ++s) {
         InitialTable constant{};
         constant.rows.low = static_cast<double>(tables.initial_states[static_cast<size_t>(s)]);
         const RowBlocks<float> state = tables.state(t, s, facts.states[s]);
-        write_rows(call, constant, ids, rows, n, state, device_states + (state.blocks - tables.states.data()),
-                   tables.layout[t].blocks);
+        write_rows(call, writes, given.op, constant, ids, rows, n, state,
+                   device_states + (state.blocks - tables.states.data()), tables.layout[t].blocks);
       }
     }
   });
@@ -64,13 +66,11 @@ bool has_any_scores(const PreparedTables& tables) {
   return false;
 }
 
-void add_rows_(const AddRowsCall& given) {
-  given.check();
-  const PreparedTables& tables = *given.tables;
-  const auto count = static_cast<int64_t>(tables.count());
+}  // namespace
+
+Write prepare(DeviceCall& call, const AddedRows& given, const PreparedTables& tables) {
   const int64_t n = given.new_ids.numel();
-  if (n == 0) return;
-  DeviceCall call(given.new_ids);
+  std::vector<Write> writes;
   const int64_t* const ids = const_data<int64_t>(given.new_ids);
   auto* const rows = mutable_data<int64_t>(given.new_rows);
   std::vector<int64_t> capacities;
@@ -82,47 +82,70 @@ void add_rows_(const AddRowsCall& given) {
                              sent.add(given.reused_offsets),
                              const_data<int64_t>(given.reused),
                              sent.add(capacities),
-                             count,
+                             static_cast<int64_t>(tables.count()),
                              rows};
   sent.send();
-  simt::launch(call.stream(), n, number);
-  const int64_t* const first_bad = check_rows(call, rows, n);
-  if (has_rows(tables)) init_rows(call, given, ids, rows);
+  auto* const first_bad = call.zeros<int64_t>(1);
+  writes.push_back([&call, n, number, rows, first_bad] {
+    simt::launch(call.stream(), n, number);
+    simt::launch(call.stream(), n, CheckRows{rows, n, first_bad});
+  });
+  if (has_rows(tables)) init_rows(call, writes, given, tables, ids, rows);
   if (has_any_scores(tables)) {
     const ScoredBatch batch{rows, send_scores(call, tables, given.offsets.data(), given.steps.data()),
                             call.errors(raise_new_row_error)};
-    simt::launch(call.stream(), n, WriteFirstScores{batch, given.first_counts(), first_bad});
+    const WriteFirstScores first{batch, given.first_counts(), first_bad};
+    writes.push_back([&call, n, first] { simt::launch(call.stream(), n, first); });
   }
-  insert_ids(call, send_maps(call, tables.maps, given.offsets.data()), ids, rows, n, first_bad, raise_added_id_error);
-  if (given.rows) simt::launch(call.stream(), given.rows->numel(), given.fill_new(rows));
-  call.finish();
+  const TableMaps maps = send_maps(call, tables.maps, given.offsets.data());
+  writes.push_back([=, &call, &given] {
+    insert_ids(call, maps, ids, rows, n, first_bad, raise_added_id_error);
+    if (given.rows) simt::launch(call.stream(), given.rows->numel(), given.fill_new(rows));
+  });
+  return [writes] {
+    for (const Write& write : writes) write();
+  };
 }
 
-void remove_rows_(const RemoveRowsCall& given) {
-  given.check();
-  const PreparedTables& tables = *given.tables;
+Write prepare(DeviceCall& call, const RemovedRows& given, const PreparedTables& tables) {
   const int64_t n = given.ids.numel();
-  if (n == 0) return;
-  DeviceCall call(given.ids);
-  const int64_t* const offsets = const_data<int64_t>(given.table_offsets);
+  const int64_t* const offsets = given.offsets.data();
   auto* const bad = call.zeros<int64_t>(1);
   const bool is_scored = has_any_scores(tables);
   ScoredBatch batch{const_data<int64_t>(given.rows), {nullptr, 0}, call.errors(raise_removed_row_error)};
-  if (is_scored) {
-    batch.tables = send_scores(call, tables, offsets, nullptr);
-    simt::launch(call.stream(), n, CheckRemovedRows{batch, bad});
-  }
-  erase_ids(call, send_maps(call, tables.maps, offsets), const_data<int64_t>(given.ids), n,
-            call.allocate_for<int64_t>(n), bad);
-  if (is_scored) simt::launch(call.stream(), n, ForgetScores{batch, bad});
+  if (is_scored) batch.tables = send_scores(call, tables, offsets, nullptr);
+  const LeavingIds leaving =
+      leaving_ids(call, send_maps(call, tables.maps, offsets), const_data<int64_t>(given.ids), n);
+  auto* const held = call.allocate_for<int64_t>(n);
+  return [=, &call] {
+    if (is_scored) simt::launch(call.stream(), n, CheckRemovedRows{batch, bad});
+    erase_ids(call, leaving, held, bad);
+    if (is_scored) simt::launch(call.stream(), n, ForgetScores{batch, bad});
+  };
+}
+
+static void commit_step_(const CommitStepCall& given) {
+  given.check();
+  DeviceCall call(given.rows.seen.rows);
+  std::vector<Write> writes;
+  const auto prepare_part = [&](const auto& part, const PreparedTables& tables) {
+    if (part.like().numel() > 0) writes.push_back(prepare(call, part, tables));
+  };
+  const auto prepare_all = [&](const StepOfRows& step, const PreparedTables& tables) {
+    prepare_part(step.seen, tables);
+    prepare_part(step.removed, tables);
+    prepare_part(step.added, tables);
+  };
+  if (given.counters) prepare_all(given.waiting, *given.counters);
+  prepare_all(given.rows, *given.tables);
+  for (const Write& write : writes) write();
   call.finish();
 }
 
-}  // namespace
-
 TORCHREC_DYN_DEVICE_KERNELS(m) {
-  m.impl(TORCHREC_DYN_STRUCT_KERNEL("add_rows_", &add_rows_));
-  m.impl(TORCHREC_DYN_STRUCT_KERNEL("remove_rows_", &remove_rows_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("add_rows_", &write_part_on_device<AddedRows>));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("remove_rows_", &write_part_on_device<RemovedRows>));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("commit_step_", &commit_step_));
 }
 
 }  // namespace torchrec_dyn

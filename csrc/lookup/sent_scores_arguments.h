@@ -7,6 +7,7 @@
 #include "device_call.h"
 #include "life/scores_kernels.h"
 #include "lookup/prepared_tables.h"
+#include "lookup/table_scores_arguments.h"
 
 namespace torchrec_dyn {
 
@@ -21,6 +22,19 @@ inline ScoreTables send_scores(DeviceCall& call, const PreparedTables& tables, c
     words.push_back({offsets[t], own, now == nullptr ? 0 : now[t]});
   }
   return {call.copy_of(words), static_cast<int64_t>(words.size())};
+}
+
+// As those of table_scores_arguments.h, on a device: table_scores_cuda.cpp.
+Write prepare(DeviceCall& call, const TouchedBatch& batch, const PreparedTables& tables);
+LastWrite hide_scores(DeviceCall& call, const KeptRows& kept, const PreparedTables& tables);
+
+template <typename Part>
+void write_part_on_device(const CallOf<Part>& given) {
+  given.check();
+  if (given.part.like().numel() == 0) return;
+  DeviceCall call(given.part.like());
+  prepare(call, given.part, *given.tables)();
+  call.finish();
 }
 
 }  // namespace torchrec_dyn

@@ -32,14 +32,16 @@ inline void insert_ids(DeviceCall& call, const TableMaps& maps, const int64_t* i
   simt::launch(call.stream(), count, InsertIds{ids, rows, count, maps, first_bad, call.errors(raise)});
 }
 
+inline LeavingIds leaving_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, int64_t count) {
+  return {ids, count, maps, call.allocate_for<int64_t>(count)};
+}
+
 // Removes ids, unless the word `bad` is set (null: none), and writes the rows that they had, kNoRow for an absent id.
-inline void erase_ids(DeviceCall& call, const TableMaps& maps, const int64_t* ids, int64_t count, int64_t* rows,
-                      const int64_t* bad) {
-  const LeavingIds leaving{ids, count, maps, call.allocate_for<int64_t>(count)};
-  simt::launch(call.stream(), count, FindLeaving{leaving, rows, bad});
-  simt::launch(call.stream(), count, MarkLeaving{leaving});
-  simt::launch(call.stream(), count, FirstOfRun{leaving, rows});
-  simt::launch(call.stream(), count, CloseGaps{leaving});
+inline void erase_ids(DeviceCall& call, const LeavingIds& leaving, int64_t* rows, const int64_t* bad) {
+  simt::launch(call.stream(), leaving.count, FindLeaving{leaving, rows, bad});
+  simt::launch(call.stream(), leaving.count, MarkLeaving{leaving});
+  simt::launch(call.stream(), leaving.count, FirstOfRun{leaving, rows});
+  simt::launch(call.stream(), leaving.count, CloseGaps{leaving});
 }
 
 }  // namespace torchrec_dyn

@@ -64,8 +64,8 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   DeviceCall call(ids);
   Tensor rows = new_device_tensor({ids.numel()});
   const int64_t begin = 0;
-  erase_ids(call, send_maps(call, maps, &begin), const_data<int64_t>(ids), ids.numel(), mutable_data<int64_t>(rows),
-            nullptr);
+  const LeavingIds leaving = leaving_ids(call, send_maps(call, maps, &begin), const_data<int64_t>(ids), ids.numel());
+  erase_ids(call, leaving, mutable_data<int64_t>(rows), nullptr);
   return rows;
 }
 

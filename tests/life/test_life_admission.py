@@ -83,7 +83,7 @@ def test_a_refused_batch_expires_no_counter():
 
 
 def test_a_step_without_memory_changes_nothing(monkeypatch):
-    """The search for the row to evict fails, after the step has written counters and scores."""
+    """The search for the row to evict fails."""
     stream = Stream(LRU, dyn.AdmitAfter(3), limit=8)
     stream.steps([*range(8)] * 3, [90, 90, 91])
     before = seen([stream.table])

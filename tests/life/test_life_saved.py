@@ -155,7 +155,7 @@ def test_no_row_is_handed_out_twice(events):
             free -= {*rows}
         else:
             back, held = held[:count], held[count:]
-            numbers.free(torch.tensor(back, dtype=torch.int64))
+            numbers.commit(numbers.prepare(0, torch.tensor(back, dtype=torch.int64)))
             (waiting if forwards.numbers else free).update(back)
 
 

@@ -73,6 +73,7 @@ HARMLESS = {
     ("erase", "moved", "strides"),
     ("add_rows_", "reused", "strides"),  # one
     ("admit", "counters", "strides"),  # one
+    *(("commit_step_", "counters", how) for how in ("strides", "nothing")),  # one; no counters
     *(("lowest_rows", "like", how) for how in ("dtype", "strides", "size", "nothing")),
     ("lowest_rows", "questions", "nothing"),
     *((op, "moved", "strides") for op in ("count_cells", "ids_between", "ids_of_rows")),  # one
@@ -194,6 +195,9 @@ WRONG = [
     ("add_rows_", {"rows": None}, "both rows and new_index, or neither, got one of them"),
     ("add_rows_", {"places": whole(0)}, "the number of places = 3, got 1"),
     ("add_rows_", {"tables": whole(3)}, "the result of prepare_tables"),
+    ("commit_step_", {"begun_first_rows": [8, 0]}, "room for the new rows .*, got 1 rows from 8 on of 8"),
+    ("commit_step_", {"waiting_steps": whole(9, -1)}, r"steps in \[0, 2\^32 - 1\), got -1"),
+    ("commit_step_", {"counters": whole(3)}, "the result of prepare_tables"),
     ("remove_rows_", {"rows": whole(0, 8, 0)}, r"rows in \[0, 8\), got 8"),
     ("remove_rows_", {"rows": whole(0, 2, -1)}, r"rows in \[0, 4\), got -1"),
     *(("admit", {"rules": whole(*rule, 0, 0, 0, 0)}, f"they have counters, got {rule[0]}, {rule[1]}, ")
@@ -217,6 +221,8 @@ WRONG = [
     *(("choose_listed", {"spans": whole(*span, 1, 1, 2, 1)}, f"spans .* inside .* got {span[0]}, {span[1]}, ")
       for span in ((2, 0, 3, 2), (-1, 0, 3, 2), (0, -1, 3, 2), (0, 2, 1, 2), (0, 0, 4, 2), (0, 0, 3, -1))),
     ("choose_listed", {"listed": [torch.ones(2, 3).long()] * 2}, r"lists of shape \[3, M\], got 2 dim"),
+    *((op, {"kept": whole(1)}, "both kept and kept_offsets, or neither, got one of them")
+      for op in ("lowest_rows", "choose_listed")),
     ("choose_listed", {"spans": whole(0, 0, 3, 2)}, "the elements of spans = 8, got 4"),
     ("ids_of_rows", {"first": -1}, "0 <= first <= last, got -1 and 4"),
     ("ids_of_rows", {"first": 5}, "0 <= first <= last, got 5 and 4"),
@@ -402,7 +408,7 @@ SHARED = [
     for other in tensors(op)[1]
     if other != target
     and target in tensors(op)[1]
-    and other not in ("layout", "segments", "streams", "tables")
+    and other not in ("layout", "segments", "streams", "tables", "counters")
 ]
 
 

@@ -59,7 +59,7 @@ def test_valid_calls_of_the_fuzzer(device):
     Other ops of prepared tables: test_prepared_tables.py, test_scores_ops.py and test_row_changes.py.
     """
     prepared = {"pool_prepared_", "weights_grad_prepared", "update_prepared_", "find_and_pool"}
-    prepared |= {"add_rows_", "remove_rows_", "touch_scores_", "write_scores_"}
+    prepared |= {"add_rows_", "remove_rows_", "commit_step_", "touch_scores_", "write_scores_"}
     others = {"insert", "erase", "grown_slots", "prepare_tables", *prepared}
     for op in kernels_of("simt") - others:
         for seed in range(40):

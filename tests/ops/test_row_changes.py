@@ -1,7 +1,7 @@
 """Rows that come and go in prepared tables: numbers, contents, scores and slots, against plain Python."""
 
 import random
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fuzz_ops import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import draw_scored_table, of_scored
-from op_cases_lookup import draw_added
+from op_cases_lookup import draw_added, draw_step
 from op_samples import empty, prepared, roomy_maps, scored, update, whole
 from score_blocks import FREE, MOST, blocks_of, read_rows, write
 from table_cases import bits, ids_of
@@ -25,6 +25,31 @@ pytestmark = [
 ]
 
 
+# Of commit_step_, those of counters first.
+ARGUMENTS = [
+    *("dropped_ids", "dropped_rows", "dropped_offsets", "waiting_rows", "waiting_offsets"),
+    *("waiting_steps", "waiting_times", "begun_rows", "begun_ids", "begun_offsets"),
+    *("begun_first_rows", "begun_reused", "begun_reused_offsets", "begun_steps", "begun_counts"),
+    *(
+        "begun_fills",
+        "begun_index",
+        "begun_places",
+        "removed_ids",
+        "removed_rows",
+        "removed_offsets",
+    ),
+    *("seen_rows", "table_offsets", "steps", "times", "new_rows", "new_ids", "new_offsets"),
+    *(
+        "first_rows",
+        "reused",
+        "reused_offsets",
+        "new_steps",
+        "counts",
+        "rows",
+        "new_index",
+        "places",
+    ),
+]
 NO_BATCH = {"rows": None, "new_index": None, "places": None}
 
 
@@ -177,9 +202,9 @@ def test_removed_ids_leave_their_slots_and_scores(seed):
     rows = [
         [table.known[number] for number in own] for table, own in zip(tables, gone, strict=True)
     ]
-    offsets = ids_of(0, *torch.tensor([len(own) for own in gone]).cumsum(0).tolist())
+    offsets = [0, *accumulate(map(len, gone))]
     given = of_scored(
-        tables, ids=ids_of(*chain(*gone)), rows=ids_of(*chain(*rows)), table_offsets=offsets
+        tables, ids=ids_of(*chain(*gone)), rows=ids_of(*chain(*rows)), offsets=offsets
     )
     ops.remove_rows_(**given)
     for table, own, free, words in zip(tables, gone, rows, before, strict=True):
@@ -195,7 +220,7 @@ def test_removed_rows_keep_their_contents():
     expected = copies(tables)
     scores, layout = blocks_of(8, 2), ids_of(0, 2, 2, 1, 2, 0, 2, 1).view(2, 4)
     write(scores, 2, {0: (3, 4), 1: (3, 4), 2: (3, 4)})
-    own = {"ids": whole(7, 5, 5), "rows": whole(2, 0, 0), "table_offsets": whole(0, 2, 3)}
+    own = {"ids": whole(7, 5, 5), "rows": whole(2, 0, 0), "offsets": [0, 2, 3]}
     handle = prepared(tables | {"scores": scores, "score_layout": layout})["tables"]
     ops.remove_rows_(**own, tables=handle)
     for name in ("weights", "states"):
@@ -231,3 +256,32 @@ def test_a_full_map_is_named_by_the_op():
     scores, layout = blocks_of(8, 3), whole(0, 1, 3, 1).view(1, 4)
     with pytest.raises(RuntimeError, match="add_rows_: expected an empty slot for every new id"):
         ops.add_rows_(**scored(scores, layout, slots=[empty(4)], moved=whole(-1), **own))
+
+
+def used(slots):
+    return sorted(slots[slots[:, 1] > 0].tolist())
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**40))
+def test_a_step_is_what_its_parts_are_one_after_the_other(seed):
+    """For counters first; a row of a removed id may be that of a new one."""
+    tables, waiting, own = draw_step(random.Random(seed))
+    twin, others, same = draw_step(random.Random(seed))
+    counters = of_scored(waiting)["tables"]
+    ops.commit_step_(**own, tables=prepared(tables)["tables"], counters=counters)
+    arguments = iter(same[name] for name in ARGUMENTS)
+    for handle in (of_scored(others)["tables"], prepared(twin)["tables"]):
+        removed, seen, added = ([next(arguments) for _ in range(n)] for n in (3, 4, 11))
+        ops.touch_scores_(*seen, handle)
+        ops.remove_rows_(*removed, handle)
+        ops.add_rows_(*added, handle)
+    for name in ("new_rows", "rows", "begun_rows"):
+        assert own[name] is None or torch.equal(own[name], same[name]), name
+    for name in ("weights", "states", "scores"):
+        for block, other in zip(tables[name], twin[name], strict=True):
+            assert torch.equal(bits(block), bits(other)), name
+    assert [*map(used, tables["slots"])] == [*map(used, twin["slots"])]
+    for one, two in zip(waiting, others, strict=True):
+        assert all(map(torch.equal, one.scores, two.scores))
+        assert [*map(used, one.slots)] == [*map(used, two.slots)]

@@ -165,3 +165,27 @@ def test_long_lists(most):
         places.append(own[0])
     assert torch.equal(found, torch.cat(wanted)) and torch.equal(ids, found * 3)
     assert offsets.diff().tolist() == [len(one) for one in wanted] and firsts.tolist() == places
+
+
+def test_kept_rows_are_not_chosen_and_keep_their_scores():
+    """By lists and by searches, by count and by last_seen; a kept row may occur twice."""
+    rows, ids = torch.arange(6), ids_of(50, 51, 52, 53, 54, 55)
+    slots, moved = a_map(ids, rows)
+    blocks = blocks_of(6, 3)
+    write_rows(blocks, 3, rows, rows // 2, 6 - rows)
+    before = blocks[0].clone()
+    kept = {"kept": ids_of(0, -1, 4, 0), "kept_offsets": ids_of(0, 4)}
+    layout = ids_of(0, 1, 3, 1).view(1, 4)
+    listed = torch.stack([ids, rows, rows // 2])
+    _, found, _, firsts = ops.choose_listed(
+        **scored(blocks, layout, listed=[listed], spans=ids_of(0, 0, 6, 2).view(1, 4), **kept)
+    )
+    assert found.tolist() == [1, 2] and firsts.tolist() == [1]
+    questions = ids_of(0, 6, 0, 9, 2, 0, 6, 1, 9, 2).view(2, 5)
+    maps = {"slots": slots, "moved": moved, "like": ids}
+    asked = {"questions": questions, "half_lives": None, "in_order": False}
+    _, found, _, _ = ops.lowest_rows(**scored(blocks, layout, **maps, **asked, **kept))
+    oldest = min(2, 3, key=lambda row: mix64(50 + row))
+    assert sorted(found.tolist()[:2]) == sorted((1, oldest))
+    assert sorted(found.tolist()[2:]) == [3, 5]
+    assert torch.equal(blocks[0], before)

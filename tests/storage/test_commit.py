@@ -14,7 +14,7 @@ from interrupt_cases import batch_of, collection_of
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import Checkpoints, export_rows, mark
 from torchrec_dyn.storage import commit
-from torchrec_dyn.table import Additions
+from torchrec_dyn.table import TableChange
 
 
 class Stop(BaseException):
@@ -122,7 +122,7 @@ def test_an_exception_in_the_commit_of_a_step_tears(monkeypatch):
         raise OSError
 
     with monkeypatch.context() as patched, pytest.raises(OSError):
-        patched.setattr(Additions, "commit", fail)
+        patched.setattr(TableChange, "commit", fail)
         model(batch_of([90], [91]))
     with pytest.raises(RuntimeError, match="got 't0', 't1' torn"):
         model(batch_of([1], [2]))

@@ -41,6 +41,9 @@ DESCRIPTIONS |= {
     "questions",
     "half_lives",
     "spans",
+    "kept_offsets",
+    "waiting_offsets",
+    "waiting_steps",
 }
 CPU = torch.ops.torchrec_dyn
 ALIGNMENT = 64  # of the memory of torch's tensors on the CPU; on a GPU it is 512

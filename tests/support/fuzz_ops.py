@@ -45,7 +45,7 @@ MOST_FOUND = 20  # child processes that end with a finding
 FOUND = 9  # their exit status; that of a sanitizer is 1
 # Ops that fill a map up to its last slot before they raise: to count empty slots first would read the whole
 # map. The callers keep slots empty.
-FILLS_A_MAP = ("insert", "move_slots", "add_rows_")
+FILLS_A_MAP = ("insert", "move_slots", "add_rows_", "commit_step_")
 CASES = {
     name.removeprefix("draw_"): draw
     for name, draw in {**vars(op_cases), **vars(op_cases_lookup)}.items()

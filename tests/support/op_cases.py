@@ -477,6 +477,18 @@ def draw_half_lives(rng: random.Random) -> list[int]:
     return sorted(rng.choice((0, rng.randrange(12), rng.randrange(FREE))) for _ in range(40))
 
 
+def draw_kept(rng: random.Random, tables: list[ScoredTable]) -> Arguments:
+    """Draws rows that are not chosen, or none."""
+    if rng.random() < 0.4:
+        return {"kept": None, "kept_offsets": None}
+    rows: list[int] = []
+    offsets = [0]
+    for table in tables:
+        rows += rng.choices([-1, *table.known.values()], k=rng.randrange(2 * len(table.known) + 1))
+        offsets.append(len(rows))
+    return {"kept": whole(*rows), "kept_offsets": whole(*offsets)}
+
+
 def draw_lowest_rows(rng: random.Random) -> Arguments:
     tables = [draw_scored_table(rng) for _ in range(rng.randint(1, 3))]
     questions = []
@@ -493,6 +505,7 @@ def draw_lowest_rows(rng: random.Random) -> Arguments:
         questions=torch.tensor(questions, dtype=I64).reshape(-1, 5),
         half_lives=rng.choice((None, torch.tensor(half_lives, dtype=I64).reshape(-1, 40))),
         in_order=rng.random() < 0.5,
+        **draw_kept(rng, tables),
     )
 
 
@@ -514,7 +527,7 @@ def draw_choose_listed(rng: random.Random) -> Arguments:
         listed.append(torch.tensor(entries, dtype=I64).reshape(-1, 3).T.contiguous())
         spans.append([t, begin, end, rng.choice((0, 1, 5, end - begin, 2**62))])
     spans_of_lists = torch.tensor(spans, dtype=I64).reshape(-1, 4)
-    return of_scored(tables, listed=listed, spans=spans_of_lists)
+    return of_scored(tables, listed=listed, spans=spans_of_lists, **draw_kept(rng, tables))
 
 
 def draw_rule(rng: random.Random, has_counters: bool) -> tuple[list[int], list[float]]:
@@ -568,7 +581,7 @@ def draw_remove_rows_(rng: random.Random) -> Arguments:
         tables,
         ids=whole(*(number for number, _ in gone)),
         rows=whole(*(row for _, row in gone)),
-        table_offsets=whole(*offsets),
+        offsets=offsets,
     )
 
 

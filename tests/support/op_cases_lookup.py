@@ -11,13 +11,16 @@ from op_cases import (
     FLOATS,
     I64,
     Arguments,
+    ScoredTable,
     a_shift,
     a_width,
     cuts,
     draw_key,
     draw_maps,
+    draw_scored_table,
     draw_scores,
     numbers_of,
+    of_scored,
     size,
     some_ids,
     whole,
@@ -26,6 +29,8 @@ from op_cases import (
 from op_samples import prepared, tables_in
 from torch import Tensor
 from update_rules import NUMBERS, hyper_of, state_blocks, state_widths
+
+from torchrec_dyn import ops
 
 
 class Layout(NamedTuple):
@@ -273,6 +278,79 @@ def draw_added(rng: random.Random) -> tuple[Arguments, Arguments]:
 def draw_add_rows_(rng: random.Random) -> Arguments:
     tables, own = draw_added(rng)
     return {**own, "tables": prepared(tables)["tables"]}
+
+
+def draw_step(rng: random.Random) -> tuple[Arguments, list[ScoredTable], Arguments]:
+    """Returns tables, counters, and what a step does to both: ids lose rows, rows are seen, ids get rows."""
+    tables, added = draw_added(rng)
+    while "scores" not in tables:
+        tables |= draw_row_scores(rng, tables["layout"].tolist())
+    removed: list[tuple[int, int]] = []
+    seen: list[int] = []
+    ends, seen_ends = [0], [0]
+    for t, (begin, end) in enumerate(itertools.pairwise(added["reused_offsets"])):
+        again = added["reused"].tolist()[begin:end]
+        rows = [row for row in range(added["first_rows"][t]) if row not in again]
+        gone = [(2**52 + row, row) for row in rng.sample(rows, min(len(rows), 3))]
+        slots = torch.zeros(len(tables["slots"][t]) + 16, 2, dtype=I64)
+        tables["slots"][t] = slots
+        ids, of_ids = (
+            (whole(*own) for own in zip(*gone, strict=True)) if gone else (whole(), whole())
+        )
+        ops.insert(ids, of_ids, whole(0, len(gone)), [slots], tables["moved"][t : t + 1])
+        removed += gone
+        seen += rng.choices(
+            [-1, *(row for row in rows if row not in of_ids.tolist())], k=rng.randrange(5)
+        )
+        ends.append(len(removed))
+        seen_ends.append(len(seen))
+    names = {"steps": "new_steps"}
+    own = {
+        **{names.get(name, name): value for name, value in added.items()},
+        "removed_ids": whole(*(number for number, _ in removed)),
+        "removed_rows": whole(*(row for _, row in removed)), "removed_offsets": ends,
+        "seen_rows": whole(*seen), "table_offsets": whole(*seen_ends),
+        "steps": whole(*(rng.randrange(9) for _ in ends[1:])), "times": None,
+    }  # fmt: skip
+    counters = [draw_scored_table(rng) for _ in range(rng.randint(1, 3))]
+    return tables, counters, {**own, **draw_waiting(rng, counters)}
+
+
+def draw_waiting(rng: random.Random, counters: list[ScoredTable]) -> Arguments:
+    """Draws what a step does to counters: some are dropped, others go up, and one of a table begins."""
+    gone: list[tuple[int, int]] = []
+    up: list[int] = []
+    firsts: list[int] = []
+    begun: list[int] = []
+    ends, up_ends, begun_ends = [0], [0], [0]
+    for table in counters:
+        some = rng.sample([*table.known.items()], rng.randint(0, len(table.known)))
+        half = len(some) // 2
+        gone += some[:half]
+        up += [row for _, row in some[half:]]
+        firsts.append(max(table.known.values(), default=-1) + 1)
+        has_room = all((array[:, 1] == 0).any() for array in table.slots)
+        begun += [2**53] if has_room and firsts[-1] < table.capacity else []
+        ends.append(len(gone))
+        up_ends.append(len(up))
+        begun_ends.append(len(begun))
+    return {
+        "dropped_ids": whole(*(number for number, _ in gone)),
+        "dropped_rows": whole(*(row for _, row in gone)), "dropped_offsets": ends,
+        "waiting_rows": whole(*up), "waiting_offsets": whole(*up_ends),
+        "waiting_steps": whole(*(rng.randrange(9) for _ in counters)),
+        "waiting_times": whole(*(rng.choice((1, 2, 2**32 - 1)) for _ in up)),
+        "begun_rows": whole(*[-7] * len(begun)), "begun_ids": whole(*begun), "begun_offsets": begun_ends,
+        "begun_first_rows": firsts, "begun_reused": whole(), "begun_reused_offsets": [0] * len(ends),
+        "begun_steps": [7 for _ in counters], "begun_counts": whole(*[2 for _ in begun]),
+        "begun_fills": None, "begun_index": None, "begun_places": None,
+    }  # fmt: skip
+
+
+def draw_commit_step_(rng: random.Random) -> Arguments:
+    tables, counters, own = draw_step(rng)
+    handles = {"tables": prepared(tables)["tables"], "counters": of_scored(counters)["tables"]}
+    return {**own, **handles}
 
 
 def draw_find(rng: random.Random) -> tuple[Arguments, Arguments, Tensor]:

@@ -104,7 +104,7 @@ def pool_sample(given, elements=10, dtype=torch.float32):
 OF_TABLES = ("slots", "moved", "weights", "states", "layout")
 OF_TABLES += ("optimizer", "on_nonfinite", "nonfinite", "initial", "parameters", "initial_states")
 OF_TABLES += ("scores", "score_layout")
-HANDLES = collections.deque(maxlen=64)  # of the last calls, whose arguments are copies
+HANDLES = collections.deque(maxlen=1024)  # of the last calls, whose arguments are copies
 
 
 def tables_in(given):
@@ -196,6 +196,26 @@ def add_sample(tables, **changed):
         "new_index": whole(2, -1, 0, 1, 2), "places": None,
     }  # fmt: skip
     return prepared({**tables, **roomy_maps(), **own, **changed})
+
+
+def step_sample():
+    """Returns a step of two tables, of which one has counters that change."""
+    added = add_sample(
+        tables_in(update(2)) | scored_maps(), reused=whole(1, 0), reused_offsets=[0, 1, 2]
+    )
+    counters = scored(score_blocks(), TWO_SCORED, **roomy_maps())
+    own = {
+        "removed_ids": whole(6, 5), "removed_rows": whole(1, 0), "removed_offsets": [0, 1, 2],
+        "seen_rows": whole(0, 2, -1, 2), "table_offsets": whole(0, 4, 4), "steps": whole(9, 9),
+        "times": None, "new_steps": added.pop("steps"), "dropped_ids": whole(5, 5),
+        "dropped_rows": whole(0, 0), "dropped_offsets": [0, 1, 2], "waiting_rows": whole(1, 2),
+        "waiting_offsets": whole(0, 2, 2), "waiting_steps": whole(9, 9), "waiting_times": whole(1, 3),
+        "begun_rows": whole(0, 0, 0), "begun_ids": whole(70, 71, 72), "begun_offsets": [0, 2, 3],
+        "begun_first_rows": [6, 0], "begun_reused": whole(0, 0), "begun_reused_offsets": [0, 1, 2],
+        "begun_steps": [9, 9], "begun_counts": whole(1, 2, 3), "begun_fills": None,
+        "begun_index": None, "begun_places": None, "counters": counters["tables"],
+    }  # fmt: skip
+    return {**added, **own}
 
 
 def admit_sample(**changed):
@@ -310,13 +330,14 @@ SAMPLES = {
     "remove_rows_": [
         lambda tables=tables: prepared(
             tables() | scored_maps(),
-            ids=whole(5, 7, 5), rows=whole(0, 2, 0), table_offsets=whole(0, 2, 3),
+            ids=whole(5, 7, 5), rows=whole(0, 2, 0), offsets=[0, 2, 3],
         )
         for tables in (
             lambda: tables_in(update(2)),
             lambda: {"weights": [], "layout": whole(0, 0, 0, 1).repeat(2, 1)},
         )
     ],
+    "commit_step_": [step_sample],
     "admit": [
         admit_sample,
         lambda: admit_sample(

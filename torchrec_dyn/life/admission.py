@@ -11,23 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import knobs, ops
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.lowest_rows import Chosen, ListedRows, Search
+from torchrec_dyn.life.lowest_rows import ListedRows, Search, joined_rows, lowest_rows
 from torchrec_dyn.life.scores import SCORE_BYTES, ScoredMaps, Scores
 from torchrec_dyn.policies import Admission, AdmitAfter, AdmitWithProbability, Never
 from torchrec_dyn.storage import (
+    Added,
+    Chosen,
     IdMap,
     OpenForwards,
-    RowAddition,
+    RowChange,
     RowNumbers,
-    RowRemoval,
     block_shift,
+    canonical_order,
     host_numbers,
     offsets_of,
     parts_of,
@@ -98,7 +100,7 @@ class AdmissionCounters:
         new = ids[self.id_map.lookup(ids) < 0]
         self.id_map.reserve(new.numel())
         self.reserve_scores(new.numel())
-        RowAddition({0: self}, new, {0: new.numel()}, {}, None, 1, self.handle).commit()
+        RowChange({0: self}, 1, self.handle, added=Added(new, {0: new.numel()}, {})).commit()
         self.scores.write(self.id_map.lookup(ids), last_seen, counts)
 
     def search(self, table: int, step: int, limit: int, more: int) -> Search | None:
@@ -120,10 +122,10 @@ class AdmissionCounters:
         if self.age_limit is not None:
             self.age_limit.forget_listed()
 
-    def removal(self, ids: Tensor) -> RowRemoval:
+    def removal(self, ids: Tensor) -> RowChange:
         """Returns the removal of the counters of ids [M] int64, distinct; skips ids without a counter."""
         ids, rows = self.id_map.find(ids)
-        return RowRemoval({0: self}, ids, rows, {0: ids.numel()}, 1, self.handle)
+        return RowChange({0: self}, 1, self.handle, Chosen(ids, rows, {0: ids.numel()}))
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns last_seen and counts of rows [M] int64 of `id_map`, [M] int64 each."""
@@ -154,7 +156,7 @@ class Admitted(NamedTuple):
         places: [K] int64, places of the admitted ids among the new ones; None if all are admitted.
         ids, counts: [K] int64, the admitted ids, and their occurrences that count, also in earlier steps.
         dropped: ids and rows of the counters that they had.
-        seen: rows and present counts of the counters of refused ids.
+        seen: rows of the counters of refused ids, and what they count more.
         begun: ids and counts of refused ids without a counter.
         numbers: of each table: admitted ids, and counters dropped, seen and begun; occurrences of all new
             ids, if they were summed up; and of those that are not admitted.
@@ -172,8 +174,21 @@ class Admitted(NamedTuple):
         """Returns a column of `numbers` by number of the table, without zeros."""
         return {t: numbers[column] for t, numbers in enumerate(self.numbers) if numbers[column]}
 
+    def chosen(self, column: int) -> Chosen:
+        """Returns the counters that are dropped or seen; of seen ones only their rows mean something."""
+        ids, rows = self.dropped if column == DROPPED else (self.seen[0], self.seen[0])
+        return Chosen(ids, rows, self.sizes(column))
+
 
 ADMITTED, DROPPED, SEEN, BEGUN, OCCURRED, LEFT_OUT = range(6)
+
+
+def nobody(like: Tensor, count: int) -> Admitted:
+    """Returns the admission of no ids of `count` tables; `like` is an int64 tensor on their device."""
+    none = like[:0], like[:0]
+    return Admitted(None, *none, none, none, none, [[0] * 6] * count)
+
+
 _NEVER = 1 << 40
 _SQUARES = 33  # csrc/life/admission.h
 
@@ -231,62 +246,6 @@ def _mixed(word: int) -> int:
     return word ^ word >> 31
 
 
-class CounterChange:
-    """What a step does to the counters of waiting ids of several tables; making it changes nothing."""
-
-    def __init__(
-        self,
-        counters: Mapping[int, AdmissionCounters],
-        admitted: Admitted,
-        steps: Mapping[int, int],
-        count: int,
-        handle: Tensor,
-    ) -> None:
-        self._handle, self._seen = handle, admitted.seen
-        self._removal = RowRemoval(
-            counters, *admitted.dropped, admitted.sizes(DROPPED), count, handle
-        )
-        ids, counts = admitted.begun
-        self._addition = RowAddition(
-            counters, ids, admitted.sizes(BEGUN), steps, counts, count, handle
-        )
-        self._counters = counters
-        seen = admitted.sizes(SEEN)
-        self._offsets = offsets_of(seen, count)
-        rows, _ = admitted.seen
-        self._steps = torch.empty_like(rows)
-        for t, own in parts_of(self._steps, seen).items() if seen else ():
-            own.fill_(steps[t])
-
-    def commit(self) -> None:
-        """Drops the counters of admitted ids, and writes those of refused ids."""
-        self._removal.commit()
-        rows, counts = self._seen
-        if rows.numel():
-            ops.write_scores_(rows, self._offsets, self._steps, counts, self._handle)
-        self._addition.commit()
-
-    def undo(self) -> Callable[[], None]:
-        """Returns a call that undoes a commit that comes next, or a part of it."""
-        rows, _ = self._seen
-        scores = ops.read_scores(rows, self._offsets, self._handle)
-        bring_back, added = self._removal.undo(), self._addition
-        touched = {*self._removal.sizes, *added.sizes}
-        renumber = [self._counters[t].row_numbers.undo() for t in touched]
-
-        def restore() -> None:
-            for t, ids in parts_of(added.ids, added.sizes).items() if added.sizes else ():
-                self._counters[t].removal(ids).commit()
-            bring_back()
-            ops.write_scores_(rows, self._offsets, *scores, self._handle)
-            for put_back in renumber:
-                put_back()
-            for t in touched:
-                self._counters[t].forget_listed()
-
-        return restore
-
-
 class CounterTables:
     """The counters of T tables, by number of those that have some, prepared for the ops."""
 
@@ -302,13 +261,70 @@ class CounterTables:
         """Returns the result of `ops.prepare_tables`; [0] if no table has counters."""
         return self._prepared.get() if self.counters else _NO_COUNTERS
 
-    def removal(self, chosen: Chosen) -> RowRemoval:
+    def removal(self, chosen: Chosen) -> RowChange:
         """Returns the removal of counters."""
-        return RowRemoval(self.counters, *chosen, self._count, self.get())
+        return RowChange(self.counters, self._count, self.get(), chosen)
 
-    def change(self, admitted: Admitted, steps: Mapping[int, int]) -> CounterChange:
-        """Returns what an admission at `steps` changes."""
-        return CounterChange(self.counters, admitted, steps, self._count, self.get())
+    def step(
+        self, admitted: Admitted, drops: Chosen | None, steps: Mapping[int, int], at: Tensor
+    ) -> tuple[tuple[Any, ...], Callable[[], None]]:
+        """Returns the arguments of `ops.commit_step_` about counters, and a call that notes what it did.
+
+        `steps` by number, and `at` [T] int64, are those of an admission. `drops` go, too, if there are any.
+        """
+        if not self.counters:
+            no, none = admitted.ids[:0], _NO_COUNTERS
+            of_added: tuple[Any, ...] = no, no, [], [], no, [], [], None, None, None, None
+            return (no, no, [], no, none, none, None, *of_added, none), lambda: None
+        ids, counts = admitted.begun
+        gone = joined_rows([admitted.chosen(DROPPED), *([] if drops is None else [drops])], ids)
+        added = Added(ids, admitted.sizes(BEGUN), steps, counts)
+        change = RowChange(self.counters, self._count, self.get(), gone, added)
+        rows, times = admitted.seen
+        seen = rows, offsets_of(admitted.sizes(SEEN), self._count), at, times
+        return (*change.removes, *seen, *change.adds, self.get()), change.note
+
+    def lowest(self, searches: Sequence[Search], admitted: Admitted) -> tuple[Chosen, Admitted]:
+        """Returns the counters to drop, and the admission without those that would begin and be dropped.
+
+        Counters of the present step, those that are seen or begin in it, go last.
+        """
+        like, dropped = admitted.ids, admitted.chosen(DROPPED)
+        kept = joined_rows([dropped, admitted.chosen(SEEN)], like)
+        drops = lowest_rows(
+            [one._replace(until=None) for one in searches],
+            like,
+            self.get(),
+            (kept.rows, offsets_of(kept.sizes, self._count)),
+        )
+        more = {one.table: one.most - drops.sizes.get(one.table, 0) for one in searches}
+        for t in [t for t, number in more.items() if number]:
+            gone = parts_of(*joined_rows([dropped, drops], like)[1:3])
+            present, admitted = self._first_present(t, more[t], gone.get(t, like[:0]), admitted)
+            drops = joined_rows([drops, present], like)
+        return drops, admitted
+
+    def _first_present(
+        self, t: int, most: int, gone: Tensor, admitted: Admitted
+    ) -> tuple[Chosen, Admitted]:
+        """Returns the first counters of table `t` by mixed id, but for those in rows `gone`.
+
+        Counters that would begin are among them: the second result is the admission without these.
+        """
+        ids, rows = self.counters[t].id_map.contents()
+        is_left = torch.isin(rows, gone, invert=True)
+        ids, rows, begun = ids[is_left], rows[is_left], admitted.begun[0]
+        places = torch.arange(len(begun), device=begun.device)
+        new = parts_of(places, admitted.sizes(BEGUN)).get(t, places[:0])
+        first = canonical_order(torch.cat([ids, begun[new]]))[:most]
+        own, unwanted = first[first < len(ids)], first[first >= len(ids)] - len(ids)
+        begins = torch.ones_like(begun, dtype=torch.bool)
+        begins[new[unwanted]] = False
+        numbers = [[*of_table] for of_table in admitted.numbers]
+        numbers[t][BEGUN] -= len(unwanted)
+        ids_left, counts_left = (part[begins] for part in admitted.begun)
+        admitted = admitted._replace(begun=(ids_left, counts_left), numbers=numbers)
+        return Chosen(ids[own], rows[own], {t: len(own)}), admitted
 
 
 class AdmissionRules:

@@ -12,6 +12,7 @@ Legend: M rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,17 +23,9 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import NO_STEP
-from torchrec_dyn.storage import host_numbers, joined, keep_in_use, parts_of, to_host
+from torchrec_dyn.storage import Chosen, host_numbers, joined, keep_in_use, parts_of, to_host
 
 _NO_HALF_LIVES = [-1] * 40  # csrc/life/scores.h
-
-
-class Chosen(NamedTuple):
-    """Rows of several tables: ids and rows [M] int64 in the order of the tables, and the number of each."""
-
-    ids: Tensor
-    rows: Tensor
-    sizes: dict[int, int]
 
 
 class ListedRows:
@@ -118,29 +111,37 @@ class Listing(NamedTuple):
     listed: ListedRows
 
 
-def lowest_rows(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Chosen:
+Kept = tuple[Tensor | None, Tensor | None]
+_NONE_KEPT = None, None
+
+
+def lowest_rows(
+    searches: Sequence[Search], like: Tensor, handle: Tensor, kept: Kept = _NONE_KEPT
+) -> Chosen:
     """Returns the lowest rows of tables: from their lists, or by searches.
 
-    `like` is on the device of the tables, and `handle` has their maps and scores. Fewer than `most` rows are
+    `like` is on the device of the tables, and `handle` has their maps and scores. `kept`, rows [N] int64 in
+    the order of the tables and where those of each begin [T + 1], are not chosen. Fewer than `most` rows are
     returned only if no others were last seen before.
     """
     listed = [one for one in searches if one.lists]
-    chosen = _listed(listed, like, handle) if listed else []
+    chosen = _listed(listed, like, handle, kept) if listed else []
     found = {t for part in chosen for t in part.sizes}
     others = [one for one in searches if one.table not in found]
     if others:
-        chosen.append(_searched(others, like, handle))
-    return _joined([part for part in chosen if part.sizes], like)
+        chosen.append(_searched(others, like, handle, kept))
+    return joined_rows([part for part in chosen if part.sizes], like)
 
 
-def _listed(searches: Sequence[Search], like: Tensor, handle: Tensor) -> list[Chosen]:
+def _listed(searches: Sequence[Search], like: Tensor, handle: Tensor, kept: Kept) -> list[Chosen]:
     """Returns the lowest rows of the tables whose lists are long enough; short lists are made anew."""
-    chosen = _fronts(searches, like, handle)
+    chosen = _fronts(searches, like, handle, kept)
     short = [one for one in searches if one.table not in chosen.sizes]
     if not short:
         return [chosen]
+    # With the kept rows: if the step fails they are as old as before.
     list_rows([_listing(one) for one in short], like, handle)
-    return [chosen, _fronts(short, like, handle)]
+    return [chosen, _fronts(short, like, handle, kept)]
 
 
 def _listing(one: Search) -> Listing:
@@ -175,23 +176,22 @@ def expired_rows(
     return Chosen(ids, rows, _sizes([table for table, _, _ in due], offsets))
 
 
-def _fronts(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Chosen:
+def _fronts(searches: Sequence[Search], like: Tensor, handle: Tensor, kept: Kept) -> Chosen:
     """Returns the fronts of lists, without those that are too short."""
     full = [(one, one.listed) for one in searches if one.listed and len(one.listed) >= one.most]
     if not full:
         return _nothing(like)
     spans = [listed.span(one.table, len(listed), one.most) for one, listed in full]
-    ids, rows, offsets, firsts = ops.choose_listed(*_arguments(spans), handle)
+    ids, rows, offsets, firsts = ops.choose_listed(*_arguments(spans), handle, *kept)
     chosen = Chosen(ids, rows, _sizes([one.table for one, _ in full], offsets))
-    short: set[int] = set()
-    for (one, listed), first in zip(full, firsts.tolist(), strict=True):
-        if chosen.sizes[one.table] < one.most:
-            short.add(one.table)
-        else:
-            # Rows evicted, erased or seen since, which are skipped for ever. The chosen rows stay: they are
-            # removed later, or not at all.
-            listed.drop_to(first)
-    return _joined([chosen], like, short) if short else chosen
+    short = {one.table for one, _ in full if chosen.sizes[one.table] < one.most}
+    # Rows before the first chosen one were evicted, erased or seen since: they are skipped for ever.
+    after = tuple(
+        partial(listed.drop_to, first)
+        for (one, listed), first in zip(full, firsts.tolist(), strict=True)
+        if one.table not in short
+    )
+    return joined_rows([chosen._replace(after=after)], like, short)
 
 
 def _arguments(
@@ -200,7 +200,7 @@ def _arguments(
     return [listed for listed, _ in spans], host_numbers([span for _, span in spans])
 
 
-def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Chosen:
+def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor, kept: Kept) -> Chosen:
     questions = [
         (one.table, one.high, int(one.by_count), one.before if one.until is None else one.until, one.most)
         for one in searches
@@ -209,7 +209,7 @@ def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Chose
     if any(one.half_lives for one in searches):
         half_lives = host_numbers([one.half_lives or _NO_HALF_LIVES for one in searches])
     ids, rows, _, offsets = ops.lowest_rows(
-        like, host_numbers(questions), half_lives, False, handle
+        like, host_numbers(questions), half_lives, False, handle, *kept
     )
     return Chosen(ids, rows, _sizes([one.table for one in searches], offsets))
 
@@ -224,18 +224,19 @@ def _sizes(tables: Sequence[int], offsets: Tensor) -> dict[int, int]:
     return {t: end - begin for t, (begin, end) in zip(tables, pairwise(ends), strict=True)}
 
 
-def _joined(chosen: Sequence[Chosen], like: Tensor, left_out: Collection[int] = ()) -> Chosen:
+def joined_rows(chosen: Sequence[Chosen], like: Tensor, left_out: Collection[int] = ()) -> Chosen:
     """Returns the rows of all parts in the order of the tables, without those of some tables."""
     if len(chosen) == 1 and not left_out:
         return chosen[0]
-    ids: dict[int, Tensor] = {}
-    rows: dict[int, Tensor] = {}
-    for part in chosen:
-        ids |= parts_of(part.ids, part.sizes)
-        rows |= parts_of(part.rows, part.sizes)
-    tables = sorted(ids.keys() - left_out)
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for one in chosen:
+        ids_of, rows_of = parts_of(one.ids, one.sizes), parts_of(one.rows, one.sizes)
+        for t in one.sizes.keys() - left_out:
+            parts.setdefault(t, []).append((ids_of[t], rows_of[t]))
+    pairs = [pair for t in sorted(parts) for pair in parts[t]]
     return Chosen(
-        joined([ids[t] for t in tables], like),
-        joined([rows[t] for t in tables], like),
-        {t: ids[t].numel() for t in tables},
+        joined([ids for ids, _ in pairs], like),
+        joined([rows for _, rows in pairs], like),
+        {t: sum(len(ids) for ids, _ in parts[t]) for t in sorted(parts)},
+        tuple(call for one in chosen for call in one.after),
     )

@@ -33,7 +33,7 @@ from torchrec_dyn.policies import (
     is_timed,
     replacement_of,
 )
-from torchrec_dyn.storage import TABLES, IdMap, RowRemoval
+from torchrec_dyn.storage import TABLES, IdMap, RowChange
 
 # A table that expires by time is noticed after this many training steps without a time.
 STEPS_WITHOUT_TIME = 100
@@ -169,7 +169,7 @@ class RowLife:
         if self.waiting is None or search is None:
             return
         found = lowest_rows([search], self.waiting.id_map.slots, self.waiting.handle)
-        RowRemoval({0: self.waiting}, *found, 1, self.waiting.handle).commit()
+        RowChange({0: self.waiting}, 1, self.waiting.handle, found).commit()
 
     def search(self, table: int, surplus: int, step: int, high: int) -> Search:
         """Returns the search for the rows to evict for `surplus` new rows; no row was seen in this step.

@@ -6,15 +6,16 @@ Without a life a step gives a row to every unseen id. With one it runs in this o
 2. Find the rows of all ids.
 3. Decide the admission of the ids without a row.
 4. Check that every table has room, and reserve memory.
-5. In tables that are full, score the rows found, so that none of them is evicted by this step, and remove the
-   lowest rows. Of counters above their limit, write the present ones and find the oldest.
+5. Choose the lowest rows of tables that are full, but for the rows found; and of counters above their limit
+   the oldest.
 6. Prepare rows for the admitted ids.
-7. Commit: count the step, score the rows found, write and drop counters, and give rows to the admitted ids.
+7. Commit, by one op: score the rows found, write and drop counters, evict the rows chosen, and give rows to
+   the admitted ids.
 
-An exception before 7 undoes what was written: no table has changed.
+An exception before 7 undoes 1: no table has changed.
 
 Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
-scored in 5. So 5 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
+scored. So 5 may choose a row that such an id has found: then the id reads as unseen.
 
 Each part is an op over all tables. A GPU's host waits for numbers: of expired ids in 1; of absent and of new
 ids in 2; of admitted ids in 3, if a rule decides; of the rows and counters of 5.
@@ -27,7 +28,7 @@ Legend: T tables, N ids, M distinct ids without a row.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -44,11 +45,10 @@ from torchrec_dyn.life import (
     STEPS_WITHOUT_TIME,
     Admitted,
     AgeLimit,
-    Chosen,
-    Search,
     expired_rows,
     list_rows,
     lowest_rows,
+    nobody,
 )
 from torchrec_dyn.lookup.batch import Batch, Found, TakenStep
 from torchrec_dyn.lookup.feature_uses import Uses, masked
@@ -60,22 +60,19 @@ from torchrec_dyn.lookup.step_numbers import (
     occurrences_of,
 )
 from torchrec_dyn.lookup.table_lists import TrainedTables
-from torchrec_dyn.storage import (
-    arrays_of,
-    change,
-    note_changed,
-    places_of,
-    read,
-)
+from torchrec_dyn.storage import Chosen, change, note_changed, parts_of, places_of, read
 from torchrec_dyn.table import (
-    Additions,
     Numbers,
-    Removals,
     Room,
+    TableChange,
     TableShard,
+    fresh,
     prepare_unseen,
     reserve_tables,
 )
+
+# Rows, offsets, steps and times, as of `ops.touch_scores_`.
+Seen = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def take_step(
@@ -142,26 +139,23 @@ class _LifeStep:
             self._admitted = self._decide(found, added)
             counted = trained.counted_after(occurrences, self._num_absent(found))
             scored = found.rows if batch.uses is None else masked(found.rows, batch.uses.counts)
-            touch = self._touch(found, scored, counted.steps, added)
+            decayed = self._note_seen(found, scored, added)
             self._check_need(scored)
             if found.new is not None:
                 acting |= found.new.sizes.keys()
             looked_at = {*self._living.watched, *due, *acting}
             full = self._reserve(looked_at)
-            if full:
-                written.on_error(self._scores_before(scored))
-                touch()
-                self._evict(full, written)
-            write_counters = self._change_counters(looked_at, written)
-            taken = self._rows(found, scored, full)
-            additions = self._additions(found, taken)
+            evicted = self._evicted(full, scored)
+            drops = self._counter_drops(looked_at)
+            taken = self._rows(found, scored, evicted)
+            seen = scored, batch.table_offsets, trained.first_steps + counted.steps, added
+            write, note = self._commit_of(seen, evicted, drops, found, taken)
+            write()  # before the commit: without memory it has written nothing
             written.commit()
             trained.shared.counted = counted
-            if not full:
-                touch()
-            write_counters()
-            if additions is not None:
-                additions.commit()
+            note()
+            for write in decayed:
+                write()
             for table, counter, number in self._counted:
                 table.counters[counter] += number
             self._living.note_step(due, {*acting, *full})
@@ -175,20 +169,23 @@ class _LifeStep:
                 _warn_of_missed_time(tables[t], "rows expire", "no row expires")
         self._rows_before = {t: tables[t].id_map.num_ids for t in due}
         limits = {t: (lives[t].age_limit, tables[t].row_numbers.high_water_mark) for t in due}
-        expired = self._expired(limits, trained.prepared.get())
-        removals = Removals(tables, trained.prepared, *expired, "evicted_expired")
+        rows = self._expired(limits, trained.prepared.get())
         counting = {t: self._living.counting[t] for t in due if t in self._living.counting}
         limits = {
             t: (counters.age_limit, counters.row_numbers.high_water_mark)
             for t, counters in counting.items()
         }
-        drops = self._living.counters.removal(self._expired(limits, self._living.counters.get()))
-        for removal in (removals, drops):
-            if removal.sizes:
-                written.on_error(removal.undo())
-                removal.commit()
-        self._count("counters_expired", drops.sizes)
-        return {*removals.sizes, *drops.sizes}
+        counters = self._expired(limits, self._living.counters.get())
+        if rows.sizes:
+            removal = TableChange(tables, trained.prepared, rows, cause="evicted_expired")
+            written.on_error(removal.undo())
+            removal.commit()
+        if counters.sizes:
+            drop = self._living.counters.removal(counters)
+            written.on_error(drop.undo())
+            drop.commit()
+        self._count("counters_expired", counters.sizes)
+        return {*rows.sizes, *counters.sizes}
 
     def _expired(self, limits: dict[int, tuple[AgeLimit | None, int]], handle: Tensor) -> Chosen:
         """Returns the expired rows of tables, by their limits and the numbers of rows handed out."""
@@ -221,15 +218,6 @@ class _LifeStep:
         """Returns a column of the numbers of the admission, without zeros."""
         return {} if self._admitted is None else self._admitted.sizes(column)
 
-    def _additions(self, found: Found, taken: TakenStep) -> Additions | None:
-        """Prepares rows for the admitted ids; the commit writes them into the rows of the batch."""
-        new, admitted = found.new, self._admitted
-        if new is None or admitted is None:
-            return None
-        fills = taken.rows, new.new_index, admitted.places
-        sizes, counts = admitted.sizes(ADMITTED), admitted.counts
-        return Additions(self._tables, self._trained.prepared, admitted.ids, sizes, counts, fills)
-
     def _num_absent(self, found: Found) -> Numbers | None:
         """Returns the occurrences of ids without a row, [T]; None if every id has one."""
         if self._admitted is None:
@@ -242,24 +230,14 @@ class _LifeStep:
             absent[t] = self._admitted.numbers[t][OCCURRED]
         return absent
 
-    def _touch(
-        self, found: Found, scored: Tensor, steps: int, added: Tensor | None
-    ) -> Callable[[], None]:
-        """Returns a call that scores the rows found, in step `steps` of the shared counters."""
+    def _note_seen(
+        self, found: Found, scored: Tensor, added: Tensor | None
+    ) -> list[Callable[[], None]]:
+        """Records the rows found as changed; returns calls that write counts that decay."""
         trained, batch = self._trained, self._batch
-        if not self._living.numbers:
-            return _nothing
-        if trained.has_changes:
+        if self._living.numbers and trained.has_changes:
             note_changed(trained.logs(), batch.ids, found.rows, batch.table_offsets)
-        decayed = [self._decayed(t, found, scored, added) for t in self._living.decaying]
-        at_steps, tables = trained.first_steps + steps, trained.prepared.get()
-
-        def touch() -> None:
-            ops.touch_scores_(scored, batch.table_offsets, at_steps, added, tables)
-            for write in decayed:
-                write()
-
-        return touch
+        return [self._decayed(t, found, scored, added) for t in self._living.decaying]
 
     def _decayed(
         self, t: int, found: Found, scored: Tensor, added: Tensor | None
@@ -321,72 +299,91 @@ class _LifeStep:
         reserve_tables(rooms)
         return full
 
-    def _scores_before(self, rows: Tensor) -> Callable[[], None]:
-        """Returns a call that brings the present scores of rows [N] int64 of the batch back."""
-        offsets, tables = self._batch.table_offsets, self._trained.prepared.get()
-        scores = ops.read_scores(rows, offsets, tables)
-        return lambda: ops.write_scores_(rows, offsets, *scores, tables)
-
-    def _evict(self, full: dict[int, int], written: change) -> None:
-        """Removes the lowest rows of full tables, before the commit."""
-        tables, prepared = self._tables, self._trained.prepared
+    def _evicted(self, full: dict[int, int], scored: Tensor) -> Chosen | None:
+        """Returns the lowest rows of full tables, without those of the step; None if no table is full."""
+        tables, batch = self._tables, self._batch
+        if not full:
+            return None
         searches = [
             self._living.lives[t].search(
                 t, surplus, tables[t].next_step, tables[t].row_numbers.high_water_mark
             )
             for t, surplus in full.items()
         ]
-        lowest = lowest_rows(searches, self._batch.ids, prepared.get())
-        removals = Removals(tables, prepared, *lowest, "evicted_full")
-        written.on_error(removals.undo())
-        removals.commit()
+        kept = scored, batch.table_offsets
+        return lowest_rows(searches, batch.ids, self._trained.prepared.get(), kept)
 
-    def _change_counters(self, looked_at: set[int], written: change) -> Callable[[], None]:
-        """Returns a call that writes the counters of waiting ids, and drops those above their limits."""
-        counting = [t for t in sorted(looked_at) if t in self._living.counting]
-        write: Callable[[], None] = _nothing
-        more: dict[int, int] = {}
+    def _counter_drops(self, looked_at: set[int]) -> Chosen | None:
+        """Returns the counters of waiting ids that go since a table has too many; None if none has.
+
+        Counters that would begin in the step may be among them: then they do not begin.
+        """
         admitted = self._admitted
-        if admitted is not None and counting:
-            steps = {t: self._tables[t].next_step for t in counting}
-            changes = self._living.counters.change(admitted, steps)
-            more = {t: admitted.numbers[t][BEGUN] - admitted.numbers[t][DROPPED] for t in counting}
-            write = changes.commit
-        if not self._counter_searches(counting, more):
-            return write
-        if more:
-            written.on_error(changes.undo())
-            write()
-        searches = self._counter_searches(counting, {})
-        lowest = lowest_rows(searches, self._batch.ids, self._living.counters.get())
-        drops = self._living.counters.removal(lowest)
-        self._count("counters_dropped", drops.sizes)
-        return drops.commit
-
-    def _counter_searches(self, counting: Sequence[int], more: dict[int, int]) -> list[Search]:
-        """Returns the searches for counters above their limits, if each table gets `more` counters."""
-        searches = [
-            self._living.lives[t].search_counters(
-                t, self._tables[t].next_step, self._rows_before[t], more.get(t, 0)
+        searches = []
+        for t in sorted(looked_at & self._living.counting.keys()):
+            more = (
+                0 if admitted is None else admitted.numbers[t][BEGUN] - admitted.numbers[t][DROPPED]
             )
-            for t in counting
-        ]
-        return [search for search in searches if search is not None]
+            step = self._tables[t].next_step
+            search = self._living.lives[t].search_counters(t, step, self._rows_before[t], more)
+            if search is not None:
+                searches.append(search)
+        if not searches:
+            return None
+        self._count("counters_dropped", {one.table: one.most for one in searches})
+        if admitted is None:
+            return lowest_rows(searches, self._batch.ids, self._living.counters.get())
+        drops, self._admitted = self._living.counters.lowest(searches, admitted)
+        return drops
 
-    def _rows(self, found: Found, scored: Tensor, full: dict[int, int]) -> TakenStep:
+    def _rows(self, found: Found, scored: Tensor, evicted: Chosen | None) -> TakenStep:
         """Returns the rows of all ids, but for those that get new rows."""
-        trained, batch = self._trained, self._batch
+        offsets = self._batch.table_offsets
         new_index = None if found.new is None else found.new.new_index
-        if not full or scored is found.rows:
-            missing = bool(self._sizes(LEFT_OUT)) or trained.misses_frozen(found.absent)
+        if evicted is None or scored is found.rows:
+            missing = bool(self._sizes(LEFT_OUT)) or self._trained.misses_frozen(found.absent)
             return TakenStep(found.rows, missing, new_index)
-        # Ids that do not count may have lost their rows.
-        maps = arrays_of([table.id_map for table in trained.prepared.tables])
-        rows, _ = ops.lookup(batch.ids, batch.table_offsets, *maps)
+        # Ids that do not count may lose their rows.
+        rows = found.rows.clone()
+        for t, lost in parts_of(evicted.rows, evicted.sizes).items():
+            own = rows[slice(*offsets[t : t + 2].tolist())]
+            own.masked_fill_(torch.isin(own, lost), -1)
         new_index = torch.full_like(rows, -1) if new_index is None else new_index
         return TakenStep(rows, True, torch.where(rows == found.rows, new_index, 0))
 
-    def _count(self, counter: str, sizes: dict[int, int]) -> None:
+    def _commit_of(
+        self,
+        seen: Seen,
+        evicted: Chosen | None,
+        drops: Chosen | None,
+        found: Found,
+        taken: TakenStep,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Prepares what the step writes; returns a call of one op that writes it, and one that notes it."""
+        admitted, living, prepared = self._admitted, self._living, self._trained.prepared
+        handle, new = prepared.get(), found.new
+        if admitted is None and evicted is None and drops is None:
+            touch = (lambda: ops.touch_scores_(*seen, handle)) if living.numbers else _nothing
+            return touch, _nothing
+        if admitted is None:
+            admitted = nobody(self._batch.ids, len(prepared.tables))
+        fills = None if new is None else (taken.rows, new.new_index, admitted.places)
+        sizes = admitted.sizes(ADMITTED)
+        added = fresh(self._tables, admitted.ids, sizes, admitted.counts, fills)
+        rows = TableChange(self._tables, prepared, evicted, added, "evicted_full")
+        if not living.numbers:
+            return rows.rows.write, rows.note
+        steps = {t: self._tables[t].next_step for t in living.counting}
+        waiting, note_waiting = living.counters.step(admitted, drops, steps, seen[2])
+        arguments = *rows.rows.removes, *seen, *rows.rows.adds, handle, *waiting
+
+        def note() -> None:
+            rows.note()
+            note_waiting()
+
+        return lambda: ops.commit_step_(*arguments), note
+
+    def _count(self, counter: str, sizes: Mapping[int, int]) -> None:
         """Notes what the commit adds to a counter of tables."""
         self._counted += [(self._tables[t], counter, size) for t, size in sizes.items()]
 

@@ -4,8 +4,8 @@ Ctrl-C raises KeyboardInterrupt between any two calls; a signal handler may rais
 change is prepared first, which changes nothing that a later call reads and takes all memory, and is then
 committed. Python raises nothing inside an op.
 
-A training step writes before its commit, too: only then can it choose the rows to evict. Until its commit an
-exception undoes what it has written (`change`). The rules: docs/failures.md.
+A training step removes expired ids before it finds its own; until its commit an exception brings them back
+(`change`). The rules: docs/failures.md.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ Legend: T tables of the group, M ids.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,101 +38,141 @@ def _ends(sizes: Mapping[int, int], count: int) -> list[int]:
     return [*accumulate((sizes.get(t, 0) for t in range(count)), initial=0)]
 
 
-class RowRemoval:
-    """A prepared removal of ids of several tables.
+Fills = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Chosen(NamedTuple):
+    """Ids of several tables: ids and rows [M] int64 in the order of the tables, and the number of each.
 
     Attributes:
-        ids, rows: [M] int64 in the order of the tables; the ids are distinct and have these rows.
-        sizes: number of the ids of each table that loses some.
-        rows_of: the rows that each of these loses.
+        after: calls for the commit that has removed them.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    sizes: Mapping[int, int]
+    after: tuple[Callable[[], None], ...] = ()
+
+
+class Added(NamedTuple):
+    """New ids that get rows.
+
+    Attributes:
+        ids: [M] int64 in the order of the tables; they are distinct and absent.
+        sizes: number of the ids of each table.
+        last_seen: of each table that has scores.
+        counts: [M] int64, with which their rows begin; None for 0.
+        fills: rows, new_index and places of `ops.add_rows_`, if a batch has the ids.
+    """
+
+    ids: Tensor
+    sizes: Mapping[int, int]
+    last_seen: Mapping[int, int]
+    counts: Tensor | None = None
+    fills: Fills | None = None
+
+
+class RowChange:
+    """A prepared change of `count` tables: some ids lose their rows, and then others get fresh ones.
+
+    Attributes:
+        removed: the ids that lose their rows, which are distinct and have these rows.
+        new_rows: [M] int64, the rows of the new ids after the commit.
+        sizes: number of the new ids of each table that gets some.
+        lost: rows of the removed ids, by table.
+        removes, adds: arguments of `ops.remove_rows_` and `ops.add_rows_`, without the tables.
     """
 
     def __init__(
         self,
         tables: Mapping[int, NumberedRows],
-        ids: Tensor,
-        rows: Tensor,
-        sizes: Mapping[int, int],
         count: int,
         handle: Tensor,
+        removed: Chosen | None = None,
+        added: Added | None = None,
     ) -> None:
-        self.ids, self.rows = ids, rows
-        self.sizes = {t: size for t, size in sorted(sizes.items()) if size}
+        """Prepares a change; at least one of `removed` and `added` is given."""
+        removed, added = _both(removed, added)
+        self.removed = removed = removed._replace(sizes=_counted(removed.sizes))
+        self.sizes = _counted(added.sizes)
+        self.new_rows = torch.empty_like(added.ids)
         self._tables, self._handle = tables, handle
-        self._offsets = offsets_of(self.sizes, count)
-        self.rows_of = parts_of(rows, self.sizes)
+        self.lost = parts_of(removed.rows, removed.sizes)
+        self._taken = {
+            t: tables[t].row_numbers.prepare(self.sizes.get(t, 0), self.lost.get(t))
+            for t in sorted({*self.lost, *self.sizes})
+        }
+        self.removes = removed.ids, removed.rows, _ends(removed.sizes, count)
+        reused = {t: taken.num_reused for t, taken in self._taken.items()}
+        first_rows = [self._taken[t].first if t in self._taken else 0 for t in range(count)]
+        self.adds = (
+            self.new_rows, added.ids, _ends(added.sizes, count), first_rows, self._reused_rows(),
+            _ends(reused, count), [added.last_seen.get(t, 0) for t in range(count)], added.counts,
+            *(added.fills or (None, None, None)),
+        )  # fmt: skip
+
+    def _reused_rows(self) -> Tensor:
+        """Returns the rows to reuse, table after table."""
+        parts = [part for taken in self._taken.values() for part in taken.reused]
+        lost = [*self.lost.values()]
+        if len(parts) == len(lost) and all(map(operator.is_, parts, lost)):
+            return self.removed.rows  # which are these parts
+        return joined(parts, self.removed.rows)
 
     def commit(self) -> None:
-        """Removes the ids and frees their rows, which are reused as soon as no open forward can hold them."""
-        if not self.sizes:
-            return
-        ops.remove_rows_(self.ids, self.rows, self._offsets, self._handle)
-        for t, size in self.sizes.items():
+        """Removes the ids and frees their rows; writes the new rows and gives them to their ids."""
+        self.write()
+        self.note()
+
+    def write(self) -> None:
+        """Runs the ops of a commit."""
+        if self.lost:
+            ops.remove_rows_(*self.removes, self._handle)
+        if self.sizes:
+            ops.add_rows_(*self.adds, self._handle)
+
+    def note(self) -> None:
+        """Notes what ops have written, in the commit."""
+        for t, taken in self._taken.items():
             table = self._tables[t]
-            table.id_map.num_ids -= size
-            table.row_numbers.free(self.rows_of[t])
+            table.row_numbers.commit(taken)
+            lost = self.removed.sizes.get(t, 0)
+            table.id_map.num_ids += self.sizes.get(t, 0) - lost
+        for call in self.removed.after:
+            call()
 
     def undo(self) -> Callable[[], None]:
-        """Returns a call that undoes a commit that comes next, or a part of it."""
-        scores = ops.read_scores(self.rows, self._offsets, self._handle)
-        renumber = [self._tables[t].row_numbers.undo() for t in self.sizes]
-        maps = {t: self._tables[t].id_map for t in self.sizes}
+        """Returns a call that undoes a commit that comes next, or a part of it; nothing is added."""
+        (ids, rows, _), sizes = self.removes, self.removed.sizes
+        offsets = offsets_of(sizes, len(self.removes[2]) - 1)
+        scores = ops.read_scores(rows, offsets, self._handle)
+        renumber = [self._tables[t].row_numbers.undo() for t in self.lost]
+        maps = {t: self._tables[t].id_map for t in self.lost}
         counts = {t: id_map.num_ids for t, id_map in maps.items()}
 
         def restore() -> None:
-            ids_of = parts_of(self.ids, self.sizes)
+            ids_of = parts_of(ids, sizes)
             for t, id_map in maps.items():
                 missing = (id_map.lookup(ids_of[t]) < 0).nonzero().flatten()
-                id_map.insert(ids_of[t][missing], self.rows_of[t][missing])
+                id_map.insert(ids_of[t][missing], self.lost[t][missing])
                 id_map.num_ids = counts[t]
-            ops.write_scores_(self.rows, self._offsets, *scores, self._handle)
+            ops.write_scores_(rows, offsets, *scores, self._handle)
             for put_back in renumber:
                 put_back()
 
         return restore
 
 
-class RowAddition:
-    """Prepared fresh rows of new ids of several tables.
+def _both(removed: Chosen | None, added: Added | None) -> tuple[Chosen, Added]:
+    """Returns both parts of a change, of which one may be None: of no ids."""
+    if removed is None:
+        assert added is not None
+        return Chosen(added.ids[:0], added.ids[:0], {}), added
+    return removed, Added(removed.ids[:0], {}, {}) if added is None else added
 
-    Attributes:
-        ids: [M] int64 in the order of the tables; they are distinct and absent.
-        rows: [M] int64, their rows after the commit.
-        sizes: number of the ids of each table that gets some.
-    """
 
-    def __init__(
-        self,
-        tables: Mapping[int, NumberedRows],
-        ids: Tensor,
-        sizes: Mapping[int, int],
-        last_seen: Mapping[int, int],
-        counts: Tensor | None,
-        count: int,
-        handle: Tensor,
-        fills: tuple[Tensor, Tensor, Tensor | None] | None = None,
-    ) -> None:
-        """Prepares rows. `fills`: rows, new_index and places of `ops.add_rows_`, if a batch has the ids."""
-        self.ids, self.rows = ids, torch.empty_like(ids)
-        self.sizes = {t: size for t, size in sorted(sizes.items()) if size}
-        self._tables = tables
-        self._taken = {t: tables[t].row_numbers.prepare(size) for t, size in self.sizes.items()}
-        reused = {t: taken.num_reused for t, taken in self._taken.items()}
-        parts = [part for taken in self._taken.values() for part in taken.reused]
-        first_rows = [self._taken[t].first if t in self._taken else 0 for t in range(count)]
-        self._arguments = (
-            self.rows, ids, _ends(self.sizes, count), first_rows, joined(parts, ids), _ends(reused, count),
-            [last_seen.get(t, 0) for t in range(count)], counts, *(fills or (None, None, None)), handle,
-        )  # fmt: skip
-
-    def commit(self) -> None:
-        """Writes the rows and gives them to their ids."""
-        if not self.sizes:
-            return
-        ops.add_rows_(*self._arguments)
-        for t, taken in self._taken.items():
-            self._tables[t].row_numbers.commit(taken)
-            self._tables[t].id_map.num_ids += self.sizes[t]
+def _counted(sizes: Mapping[int, int]) -> dict[int, int]:
+    return {t: size for t, size in sorted(sizes.items()) if size}
 
 
 def parts_of(numbers: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:

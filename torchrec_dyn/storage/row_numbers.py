@@ -85,9 +85,9 @@ class Allocation(NamedTuple):
     num_reused: int
     first: int
     high_water_mark: int
-    whole: int
-    rest: list[Tensor]
+    free: list[Tensor]
     num_free: int
+    withheld: list[tuple[int, Tensor]]
 
 
 class RowNumbers:
@@ -106,44 +106,48 @@ class RowNumbers:
         self.num_free = 0
         self.withheld_parts: list[tuple[int, Tensor]] = []
 
-    def prepare(self, count: int) -> Allocation:
-        """Returns `count` distinct rows to hand out. They stay free, so they may be written."""
+    def prepare(self, count: int, removed: Tensor | None = None) -> Allocation:
+        """Returns `count` distinct rows to hand out, once ids have lost the rows `removed` [M] int64.
+
+        These are reused as soon as no open forward can hold them. Nothing changes before the commit.
+        """
         self._release()
-        num_reused = left = min(count, self.num_free)
-        first, num_free = self.high_water_mark, self.num_free - num_reused
+        free, num_free, withheld = self._free, self.num_free, self.withheld_parts
+        if removed is not None and removed.numel():
+            if latest := self.forwards.latest:
+                withheld = [*withheld, (latest, removed)]
+            else:
+                free, num_free = [*free, removed], num_free + removed.numel()
+        num_reused = left = min(count, num_free)
         reused: list[Tensor] = []
         rest: list[Tensor] = []
-        whole = len(self._free)
+        whole = len(free)
         while left:
             whole -= 1
-            free = self._free[whole]
-            keep_in_use(free)  # another stream may have freed these rows
-            if free.numel() > left:
-                free, remaining = free[:left], free[left:]
+            part = free[whole]
+            keep_in_use(part)  # another stream may have freed these rows
+            if part.numel() > left:
+                part, remaining = part[:left], part[left:]
                 rest = [remaining]
-            reused.append(free)
-            left -= free.numel()
-        high = first + count - num_reused
-        return Allocation(reused[::-1], num_reused, first, high, whole, rest, num_free)
+            reused.append(part)
+            left -= part.numel()
+        first, high = self.high_water_mark, self.high_water_mark + count - num_reused
+        free, num_free = [*free[:whole], *rest], num_free - num_reused
+        return Allocation(reused[::-1], num_reused, first, high, free, num_free, withheld)
 
     def commit(self, allocation: Allocation) -> None:
-        """Hands out the rows that were just prepared."""
-        self.high_water_mark, self.num_free = allocation.high_water_mark, allocation.num_free
-        self._free[allocation.whole :] = allocation.rest
+        """Hands out the rows that were just prepared, and takes back the removed ones."""
+        self.high_water_mark, self._free = allocation.high_water_mark, allocation.free
+        self.num_free, self.withheld_parts = allocation.num_free, allocation.withheld
 
     def highest_after(self, count: int) -> int:
         """Returns the value that `high_water_mark` would have after `count` more rows."""
         self._release()
         return self.high_water_mark + max(0, count - self.num_free)
 
-    def free(self, rows: Tensor) -> None:
-        """Takes back rows [M] int64 of removed ids, reused as soon as no open forward can hold them."""
-        if rows.numel():
-            self.withheld_parts.append((self.forwards.latest, rows))
-
     def undo(self) -> Callable[[], None]:
         """Returns a call that brings the present state back."""
-        state = (self.high_water_mark, self.num_free, [*self._free], [*self.withheld_parts])
+        state = self.high_water_mark, self.num_free, self._free, self.withheld_parts
 
         def restore() -> None:
             self.high_water_mark, self.num_free, self._free, self.withheld_parts = state

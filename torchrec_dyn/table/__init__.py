@@ -22,10 +22,10 @@ from torchrec_dyn.table.counters import (
     on_shared_counters,
 )
 from torchrec_dyn.table.insertion import (
-    Additions,
     NewIds,
-    Removals,
+    TableChange,
     count_late_grads,
+    fresh,
     insert_unseen,
     prepare_unseen,
 )

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import (
+    Added,
+    Chosen,
     IdMap,
-    RowAddition,
-    RowRemoval,
+    RowChange,
     change,
     host_numbers,
     joined,
@@ -77,7 +78,7 @@ def insert_unseen(
 
 def prepare_unseen(
     tables: Mapping[int, TableArrays], prepared: PreparedTables, rows: Tensor, new: NewIds
-) -> Additions:
+) -> TableChange:
     """Prepares rows for the absent ids of a lookup, whatever the policies.
 
     `tables` by number in `prepared`; ids of others stay absent. rows [N] int64 of the lookup: the commit
@@ -95,126 +96,104 @@ def prepare_unseen(
         ranges = [torch.arange(*new.ends[t : t + 2], device=ids.device) for t in sizes]
         places = joined(ranges, ids)
         ids = ids.index_select(0, places)
-    return Additions(tables, prepared, ids, sizes, fills=(rows, new.new_index, places))
+    return TableChange(
+        tables, prepared, added=fresh(tables, ids, sizes, fills=(rows, new.new_index, places))
+    )
 
 
-class Additions:
-    """Prepared fresh rows of the new ids of several tables, by number of the table; room is reserved.
+def fresh(
+    tables: Mapping[int, TableArrays],
+    ids: Tensor,
+    sizes: Mapping[int, int],
+    counts: Tensor | None = None,
+    fills: tuple[Tensor, Tensor, Tensor | None] | None = None,
+) -> Added:
+    """Returns new ids of tables. counts [M] int64, their occurrences, are None outside of training."""
+    is_trained = counts is not None
+    last_seen = {
+        t: tables[t].first_seen(is_trained=is_trained) for t, size in sizes.items() if size
+    }
+    return Added(ids, sizes, last_seen, counts, fills)
 
-    Nothing is written before the commit: the rows may be those of ids that are removed in the same change,
-    which an exception brings back.
+
+class TableChange:
+    """A prepared change of several tables, by number: ids lose their rows, and others get fresh ones.
+
+    Rows of removed ids may be those of new ids of the change. Room is reserved. Nothing is written before the
+    commit, but that rows of removed ids may be recorded as changed.
     """
 
     def __init__(
         self,
         tables: Mapping[int, TableArrays],
         prepared: PreparedTables,
-        ids: Tensor,
-        sizes: Mapping[int, int],
-        counts: Tensor | None = None,
-        fills: tuple[Tensor, Tensor, Tensor | None] | None = None,
+        removed: Chosen | None = None,
+        added: Added | None = None,
+        cause: str = "",
     ) -> None:
-        """Prepares rows.
+        """Prepares a change. `cause` is the counter of `stats` that counts the removed ids.
 
-        ids [M] int64, table after table, `sizes` of each, are distinct and absent. counts [M] int64 are their
-        occurrences; None outside of training, when the counters of waiting ids are dropped, too. `fills` as
-        of `RowAddition`.
+        Without counts of the new ids, outside of training, the counters of waiting ids are dropped, too.
         """
-        last_seen = {
-            t: tables[t].first_seen(is_trained=counts is not None)
-            for t, size in sizes.items()
-            if size
-        }
-        self._added = RowAddition(
-            tables, ids, sizes, last_seen, counts, len(prepared.tables), prepared.get(), fills
-        )
-        self._tables = {t: tables[t] for t in self._added.sizes}
-        self._drops: list[RowRemoval] = []
+        self.rows = RowChange(tables, len(prepared.tables), prepared.get(), removed, added)
+        self._cause = cause
+        self._tables = {t: tables[t] for t in sorted({*self.rows.lost, *self.rows.sizes})}
+        logs = {t: log for t in self.rows.lost if (log := tables[t].change_log) is not None}
+        own = parts_of(self.rows.removed.ids, self.rows.removed.sizes) if logs else {}
+        self._logged = {}
+        for t, log in logs.items():
+            log.touch(own[t], self.rows.lost[t])
+            self._logged[t] = log, log.with_removed(own[t], self.rows.lost[t])
+        self._prepare_added(added)
+
+    def _prepare_added(self, added: Added | None) -> None:
+        self._drops: list[RowChange] = []
         # New ids and rows, by table, of those tables to which they matter beyond the op.
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
-        special = [t for t, table in self._tables.items() if _is_special(table, counts is None)]
-        if special:
-            ids_of, rows_of = (parts_of(part, self._added.sizes) for part in (ids, self.rows))
-            self._parts = {t: (ids_of[t], rows_of[t]) for t in special}
-            if counts is None:
-                self._drops = [
-                    waiting.removal(ids_of[t])
-                    for t, table in self._tables.items()
-                    if (waiting := table.waiting) is not None
-                ]
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows of the ids after the commit, [M] int64."""
-        return self._added.rows
+        if added is None:
+            return
+        drops = added.counts is None
+        special = [t for t in self.rows.sizes if _is_special(self._tables[t], drops)]
+        if not special:
+            return
+        ids_of, rows_of = (
+            parts_of(part, self.rows.sizes) for part in (added.ids, self.rows.new_rows)
+        )
+        self._parts = {t: (ids_of[t], rows_of[t]) for t in special}
+        for t in special if drops else ():
+            waiting = self._tables[t].waiting
+            if waiting is not None:
+                self._drops.append(waiting.removal(ids_of[t]))
 
     def commit(self) -> None:
-        """Writes the rows and gives them to their ids, in a commit of the tables."""
-        self._added.commit()
+        """Removes the ids and frees their rows; writes the new rows and gives them to their ids."""
+        self.rows.write()
+        self.note()
+
+    def note(self) -> None:
+        """Does what the ops leave, in the commit."""
+        self.rows.note()
         for drop in self._drops:
             drop.commit()
+        for log, removed in self._logged.values():
+            log.removed = removed
         for t, (ids, rows) in self._parts.items():
             table = self._tables[t]
             if table.optimizer.own is not None:  # whose states the op does not know
                 for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
                     store.fill(rows, number)
-            log = table.change_log
-            if log is not None:
-                log.add(ids, rows, table.id_map)
-        for t, size in self._added.sizes.items():
-            table = self._tables[t]
-            table.own = table.own._replace(edits=table.own.edits + 1)
-            table.counters["inserted"] += size
-
-
-def _is_special(table: TableArrays, drops_counters: bool) -> bool:
-    """Returns True if new rows of a table have states of a rule in Python, are logged, or ids may wait."""
-    if table.optimizer.own is not None or table.change_log is not None:
-        return True
-    return drops_counters and table.waiting is not None
-
-
-class Removals:
-    """A prepared removal of ids of several tables, by number of the table."""
-
-    def __init__(
-        self,
-        tables: Mapping[int, TableArrays],
-        prepared: PreparedTables,
-        ids: Tensor,
-        rows: Tensor,
-        sizes: Mapping[int, int],
-        cause: str,
-    ) -> None:
-        """Prepares a removal and changes nothing, but that it may record the rows as changed.
-
-        ids [M] int64, table after table, `sizes` of each, are distinct, rows [M] int64 are their rows.
-        `cause` is the counter of `stats` that counts them.
-        """
-        self._removal = RowRemoval(tables, ids, rows, sizes, len(prepared.tables), prepared.get())
-        self.sizes, self._cause = self._removal.sizes, cause
-        self._tables = {t: tables[t] for t in self.sizes}
-        logs = {
-            t: log for t, table in self._tables.items() if (log := table.change_log) is not None
-        }
-        self._logged = {}
-        own = parts_of(ids, self.sizes) if logs else {}
-        for t, log in logs.items():
-            its_rows = self._removal.rows_of[t]
-            log.touch(own[t], its_rows)
-            self._logged[t] = log, log.with_removed(own[t], its_rows)
-
-    def commit(self) -> None:
-        """Removes the ids and frees their rows, which are reused as soon as no open forward can hold them."""
-        self._removal.commit()
-        for log, removed in self._logged.values():
-            log.removed = removed
-        for t, size in self.sizes.items():
-            self._tables[t].counters[self._cause] += size
+            if (own := table.change_log) is not None:
+                own.add(ids, rows, table.id_map)
+        for t, table in self._tables.items():
+            if size := self.rows.sizes.get(t, 0):
+                table.own = table.own._replace(edits=table.own.edits + 1)
+                table.counters["inserted"] += size
+            if t in self.rows.lost:
+                table.counters[self._cause] += self.rows.removed.sizes[t]
 
     def undo(self) -> Callable[[], None]:
-        """Returns a call that undoes a commit that comes next, or a part of it."""
-        bring_back, cause = self._removal.undo(), self._cause
+        """Returns a call that undoes a commit that comes next, or a part of it; nothing is added."""
+        bring_back, cause = self.rows.undo(), self._cause
         removed = [(log, log.removed) for log, _ in self._logged.values()]
         counted = [(table, table.counters[cause]) for table in self._tables.values()]
 
@@ -230,10 +209,17 @@ class Removals:
         return restore
 
 
-def removal_of(table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> Removals:
-    """Returns the removal of ids of one table. As `Removals`."""
-    sizes = {0: ids.numel()}
-    return Removals({0: table}, PreparedTables([table]), ids, rows, sizes, cause)
+def _is_special(table: TableArrays, drops_counters: bool) -> bool:
+    """Returns True if new rows of a table have states of a rule in Python, are logged, or ids may wait."""
+    if table.optimizer.own is not None or table.change_log is not None:
+        return True
+    return drops_counters and table.waiting is not None
+
+
+def removal_of(table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> TableChange:
+    """Returns the removal of ids [M] int64 of one table, which have rows [M] int64. As `TableChange`."""
+    removed = Chosen(ids, rows, {0: ids.numel()})
+    return TableChange({0: table}, PreparedTables([table]), removed, cause=cause)
 
 
 def count_late_grads(

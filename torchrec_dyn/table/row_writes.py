@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.life import Clock, RowLife, last_step
-from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device
+from torchrec_dyn.storage import TABLES, Chosen, keep_in_use, note_changed, on_device
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.contents import named_states, stamp_of, stored_life, stored_rows
-from torchrec_dyn.table.insertion import Additions, removal_of
+from torchrec_dyn.table.insertion import TableChange, fresh
 from torchrec_dyn.table.prepared_tables import PreparedTables
 
 Commit = Callable[[], None]
@@ -161,9 +161,10 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
     known, new = ids[~is_new], ids[is_new]
     table.reserve(new.numel())
     removed, their_rows = table.id_map.find(removed.to(device))
-    removal = removal_of(table, removed, their_rows, "erased")
     no_scores = torch.full_like(their_rows, -1), torch.zeros_like(their_rows)
-    additions = Additions({0: table}, PreparedTables([table]), new, {0: new.numel()})
+    gone = Chosen(removed, their_rows, {0: removed.numel()})
+    added = fresh({0: table}, new, {0: new.numel()})
+    rows_change = TableChange({0: table}, PreparedTables([table]), gone, added, "erased")
     offsets = torch.tensor([0, known.numel()], device="cpu")
     note_changed([log], known, targets[~is_new], offsets)
     new_places = is_new.nonzero().flatten()
@@ -178,9 +179,8 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
                 "have changed. Merge between two steps, in the thread that trains."
             )
         table.life = life
-        additions.commit()
-        targets.index_copy_(0, new_places, additions.rows)
-        removal.commit()
+        rows_change.commit()
+        targets.index_copy_(0, new_places, rows_change.rows.new_rows)
         for store, new_rows in zip(table.stores, rows.stores, strict=True):
             blocks = zip(targets.split(1 << new_rows.shift), new_rows.blocks, strict=False)
             for some, block in blocks:
