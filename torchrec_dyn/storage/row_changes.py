@@ -95,7 +95,7 @@ class RowChange:
         removed, added = _both(removed, added)
         self.removed = removed = removed._replace(sizes=_counted(removed.sizes))
         self.sizes = _counted(added.sizes)
-        self.new_rows = torch.empty_like(added.ids)
+        self.new_rows = torch.empty_like(added.ids) if self.sizes else added.ids
         self._tables, self._handle = tables, handle
         self.lost = parts_of(removed.rows, removed.sizes)
         self._taken = {
@@ -167,7 +167,8 @@ def _both(removed: Chosen | None, added: Added | None) -> tuple[Chosen, Added]:
     """Returns both parts of a change, of which one may be None: of no ids."""
     if removed is None:
         assert added is not None
-        return Chosen(added.ids[:0], added.ids[:0], {}), added
+        nothing = added.ids[:0]
+        return Chosen(nothing, nothing, {}), added
     return removed, Added(removed.ids[:0], {}, {}) if added is None else added
 
 
