@@ -123,6 +123,7 @@ class StorePath:
     def read_bytes(self) -> bytes:
         """Returns the bytes of the file."""
         with _named(self._url):
+            self._driver.invalidate_cache()  # s3fs takes the length from a listing
             return bytes(self._driver.cat_file(self._url))
 
     def read_range(self, first: int, last: int) -> bytes:
