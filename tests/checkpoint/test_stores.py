@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import s3fs
 import torch
@@ -194,6 +195,17 @@ def test_a_driver_that_may_let_two_writers_win_is_refused(tmp_path: Path) -> Non
     assert not [*tmp_path.iterdir()]
     Job(tmp_path / "run").save()
     assert Job(url).restore().step == 1
+
+
+class Derived(MemoryFileSystem):
+    protocol = "derived"
+
+
+def test_a_driver_derived_from_one_that_writes_is_written_with() -> None:
+    forget_memory()
+    fsspec.register_implementation("derived", Derived, clobber=True)
+    Job("derived://run").save()
+    assert Job("derived://run").restore().step == 1
 
 
 CALLS = {"full": 60, "delta": 60, "prune": 40, "restore": 60}  # each makes fewer

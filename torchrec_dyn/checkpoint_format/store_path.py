@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -72,8 +73,10 @@ class StorePath:
 
     @property
     def is_written(self) -> bool:
-        """True if the driver creates a file for one of several writers, and tells the others."""
-        return self._url.partition(":")[0] in WRITTEN
+        """True if the driver, or one that it is derived from, creates a file for one of several writers."""
+        protocols = (getattr(kind, "protocol", ()) for kind in type(self._driver).__mro__)
+        names = ((name,) if isinstance(name, str) else name for name in protocols)
+        return not set(WRITTEN).isdisjoint(chain.from_iterable(names))
 
     def exists(self) -> bool:
         """Returns True if there is a file, or one below this name."""
