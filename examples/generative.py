@@ -76,7 +76,7 @@ SIZES = {  # option: default, default with --quick, meaning
     "users": (1000, 100, "generated stream: users"),
     "groups": (12, 8, "generated stream: groups of items, which users go around"),
     "places": (20, 12, "generated stream: items of a group that live at a time"),
-    "lifetime": (20, 8, "generated stream: windows that an item lives"),
+    "lifetime": (12, 8, "generated stream: windows that an item lives"),
     "rows": (400, 150, "limit of the table"),
     "dim": (32, 16, "columns of a row; even"),
     "length": (16, 8, "most items of a history"),
@@ -423,6 +423,8 @@ def main() -> int:
     """Starts the processes, or does the work of one. Returns the exit status."""
     options = parse_options(sys.argv[1:])
     if "RANK" not in os.environ:
+        # Tensors are small: a second thread would cost more than it does.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         return start_processes(__file__, sys.argv[1:], options.world_size)
     hide_notes_to_developers()
     dist.init_process_group("gloo")
