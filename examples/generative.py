@@ -18,7 +18,7 @@ second half of the windows:
 - NDCG@10: the mean of 1 / log2(1 + rank), 0 for a rank beyond ten.
 - popular in the window: ranked by the number of events in the window that are not left out.
 - random: the expectation of a random order.
-- one who knows the stream: how the generated stream continues, but not with which item.
+- one who knows the stream: the step of each user, and the popularity of the items.
 """
 
 from __future__ import annotations
