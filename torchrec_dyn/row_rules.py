@@ -121,7 +121,7 @@ class LarsSGD(RowRule):
 
     For a row w with gradient g, momentum m, which begins with 0, learning rate lr and weight decay wd:
 
-        rate <- eta |w| / (|g| + wd |w|), or 1 if one of the norms is 0
+        rate <- eta norm(w) / (norm(g) + wd norm(w)), or 1 if one of the norms is 0
         m <- momentum m + lr rate (g + wd w)
         w <- w - m
 
