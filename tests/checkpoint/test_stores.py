@@ -161,6 +161,7 @@ def test_what_another_client_has_written_is_seen(s3: S3) -> None:
         later = Job(url)
         later.restore()
         later.save()
+    assert len(folders(url)) == 2
     assert Checkpoints(url).latest().sequence == 2
 
 
