@@ -115,6 +115,27 @@ def test_the_second_of_two_writers_is_told(url: str) -> None:
     assert len(folders(url)) == 2  # what the second has left is gone
 
 
+def test_a_sequence_that_was_pruned_is_taken(url: str) -> None:
+    """By a writer that was given up for dead while others saved and pruned."""
+    first, second = Job(url, keep=1), Job(url, keep=1)
+    first.save()
+    second.restore()
+    real = entry_writing.commit_entry
+
+    def late(entry: Any) -> None:
+        for _ in range(2):
+            first.save()
+        real(entry)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry_writing, "commit_entry", lambda entry: (patch.undo(), late(entry)))
+        with pytest.raises(ValueError, match="expected to write save 2, got one of another writer"):
+            second.save()
+    assert [entry.sequence for entry in read_chain(url).entries] == [3]
+    again = Job(url)
+    assert again.restore().step == 3 and same(state(again), state(first))
+
+
 def test_a_killed_save_leaves_files_that_the_next_one_removes(url: str) -> None:
     job = Job(url, keep=9)
     job.save()
@@ -165,10 +186,11 @@ def test_what_another_client_has_written_is_seen(s3: S3) -> None:
     assert Checkpoints(url).latest().sequence == 2
 
 
-def test_an_old_listing_hides_no_entry() -> None:
-    """The newest entries are found by their names."""
+@pytest.mark.parametrize("keep", [1, 9])
+def test_an_old_listing_hides_no_entry(keep: int) -> None:
+    """The newest entries are found by their names, also if those that were listed are pruned."""
     forget_memory()
-    job = Job("memory://run", keep=9)
+    job = Job("memory://run", keep=keep)
     job.save()
     old = {path: MemoryFileSystem().ls(path) for path in ("/run", "/run/commits")}
     for _ in range(2):
@@ -180,7 +202,8 @@ def test_an_old_listing_hides_no_entry() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryFileSystem, "ls", ls)
-        assert [entry.sequence for entry in read_chain("memory://run").entries] == [1, 2, 3]
+        found = [entry.sequence for entry in read_chain("memory://run").entries]
+        assert found == ([3] if keep == 1 else [1, 2, 3])
         assert Job("memory://run").restore().step == 3
         # A commit file that cannot be read may be there.
         with Faults(4).active(), pytest.raises(OSError, match="commits/00000002"):
@@ -207,6 +230,90 @@ def test_a_driver_derived_from_one_that_writes_is_written_with() -> None:
     fsspec.register_implementation("derived", Derived, clobber=True)
     Job("derived://run").save()
     assert Job("derived://run").restore().step == 1
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_a_follower_sees_a_branch_whose_begin_is_pruned(is_store: bool, tmp_path: Path) -> None:
+    forget_memory()
+    where: Any = "memory://run" if is_store else tmp_path / "run"
+    job = Job(where, keep=2)
+    for _ in range(3):
+        job.save()
+    job.restore(step=1) if job.checkpoints.entries()[0].step == 1 else job.restore(step=2)
+    follower = serving.Follower(where, tmp_path / "served", follow_forks=True)
+    for _ in range(2):
+        follower.poll()
+    for _ in range(3):
+        job.save()
+    followed = follower.poll()
+    assert followed is not None and followed.entry.id == job.checkpoints.latest().id
+    job.checkpoints.close()
+
+
+def test_a_store_without_an_answer_is_no_damage() -> None:
+    """No older entry is loaded instead, and nothing is marked."""
+    forget_memory()
+    job = Job("memory://run", keep=9)
+    for _ in range(2):
+        job.save()
+    number, faults = 0, Faults(1)
+    while number == 0 or faults.has_failed:
+        number += 1
+        again, faults = Job("memory://run"), Faults(number)
+        with faults.active():
+            try:
+                assert again.restore(on_damage="previous").step == 2
+            except OSError:
+                assert faults.has_failed
+    assert number > 10 and not any(entry.has_failed for entry in job.checkpoints.entries())
+
+
+def test_a_long_read_of_which_a_part_is_short_is_an_error() -> None:
+    forget_memory()
+    place = place_of("memory://run/long")
+    place.write_bytes(bytes(20 << 20))
+    assert len(place.read_range(1, 20 << 20)) == (20 << 20) - 1
+    for number in (1, 2, 3):
+        with (
+            Faults(number, PARTLY).active(),
+            pytest.raises(OSError, match=r"expected \d+ bytes, got"),
+        ):
+            place.read_range(0, 20 << 20)
+
+
+def test_what_may_not_be_removed_is_an_error() -> None:
+    """s3fs passes over it."""
+    forget_memory()
+    place = place_of("memory://run")
+    (place / "a" / "b").write_bytes(b"1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", lambda *_, **options: None)
+        with pytest.raises(OSError, match="a could not be removed"):
+            place.remove_all()
+    place.remove_all()
+    assert not place.exists()
+
+
+class Old(MemoryFileSystem):
+    """As drivers before 2024.10."""
+
+    protocol = "memory-of-old"
+
+    def pipe_file(self, path: str, value: bytes) -> None:  # type: ignore[override]
+        super().pipe_file(path, value)
+
+
+def test_urls_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fsspec.register_implementation("memory-of-old", Old, clobber=True)
+    with pytest.raises(
+        ValueError, match="expected a URL of memory, s3, s3a to save to, got another"
+    ):
+        Job("memory-of-old://run").save()
+    for url in ("S3://bucket/run", "simplecache::s3://bucket/run"):
+        with pytest.raises(ValueError, match="expected a URL"):
+            Checkpoints(url)
+    assert not [*tmp_path.iterdir()]
 
 
 CALLS = {"full": 60, "delta": 60, "prune": 40, "restore": 60}  # each makes fewer

@@ -506,7 +506,9 @@ class Checkpoints:
                 load.commit(sums)
         except (Exception, CheckpointException) as error:
             drop_load(load.model)
-            if lacks_memory(error):
+            # A store that gives no answer says nothing about the entry.
+            is_silent = isinstance(self.path, StorePath) and isinstance(error, OSError)
+            if lacks_memory(error) or is_silent:
                 raise
             return error
         if misfit:

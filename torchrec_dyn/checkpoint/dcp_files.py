@@ -5,11 +5,12 @@ DCP itself raises CheckpointException, and leaves the files of a save that faile
 
 from __future__ import annotations
 
+import hashlib
 import io
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, cast
 
@@ -119,8 +120,9 @@ class _Files(PlaceFiles):
         digests: of the files that were written, by name, taken while their bytes are sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, takes_digests: bool) -> None:
         super().__init__()
+        self._takes_digests = takes_digests  # of all files; of DCP's metadata always
         self.digests: dict[str, str] = {}
         self._metadata = b""  # for a store
 
@@ -137,15 +139,21 @@ class _Files(PlaceFiles):
             self._metadata = memory.getvalue()
             self.digests[place.name] = digest_of(self._metadata)
         else:
-            raw = _Stream(place)
+            takes_digest = self._takes_digests or place.name.endswith(".metadata.tmp")
+            raw = _Stream(place, new_digest() if takes_digest else None)
             stream = io.BufferedWriter(raw, _BUFFER_BYTES)
             try:
                 with naming(place):
                     yield stream
-            finally:
-                stream.close()
-                raw.end()
-            self.digests[place.name] = raw.digest.hexdigest()
+            except BaseException:
+                with suppress(OSError):
+                    stream.close()
+                raw.drop()
+                raise
+            stream.close()
+            raw.end()
+            if raw.digest is not None:
+                self.digests[place.name] = raw.digest.hexdigest()
 
     def rename(self, path: PlaceLike, new_path: PlaceLike) -> None:
         """Gives DCP's metadata its name; a store, which cannot rename, gets it under that name only."""
@@ -164,11 +172,11 @@ class _Stream(io.RawIOBase):
     it cleans up after an error.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Place, digest: hashlib.blake2b | None) -> None:
         self._file = open_writer(path)
         self._place = 0
         self._error: OSError | None = None
-        self.digest = new_digest()
+        self.digest = digest
 
     def writable(self) -> bool:
         return True
@@ -178,7 +186,8 @@ class _Stream(io.RawIOBase):
         if self._error is None:
             try:
                 self._file.write(self._place, given)
-                self.digest.update(given)
+                if self.digest is not None:
+                    self.digest.update(given)
             except OSError as error:
                 self._error = error
         self._place += len(given)
@@ -192,10 +201,14 @@ class _Stream(io.RawIOBase):
             return self._file.fileno()
         return super().fileno()
 
+    def drop(self) -> None:
+        """Gives up the file."""
+        self._file.drop()
+
     def end(self) -> None:
         """Closes the file, or drops it and raises the error that was kept."""
         if self._error is not None:
-            self._file.drop()
+            self.drop()
             raise self._error
         self._file.close()
 
@@ -229,7 +242,7 @@ class TableWriter(FileSystemWriter):
         **options: Any,
     ) -> None:
         super().__init__(path, *args, **options)
-        self._files = self.fs = _Files()
+        self._files = self.fs = _Files(takes_digests=write_beside is not None)
         self.place = self.path = place_of(path)
         if isinstance(self.place, StorePath):
             self.sync_files = False

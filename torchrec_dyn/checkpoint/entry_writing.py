@@ -132,11 +132,15 @@ def write_entry(
 
 
 def _clear(entry: Entry, commits: bool) -> None:
-    """Removes the files of a save that failed, unless it may be committed."""
-    # A store may have the commit file although it gave an error: its next save removes the files.
-    is_unknown = commits and isinstance(entry.path, StorePath)
-    if not is_unknown and not entry.commit.exists():
-        remove_folders([entry.path])
+    """Removes the files of a save that failed, unless a store may have committed it."""
+    # It may have the commit file although it gave an error; its next save removes the files.
+    if commits and isinstance(entry.path, StorePath):
+        return
+    if commits:
+        with suppress(FileNotFoundError):
+            if entry.id.encode() in entry.commit.read_bytes():  # not that of another writer
+                entry.commit.unlink()
+    remove_folders([entry.path])
 
 
 def _commit(entry: Entry, digests: Mapping[str, str]) -> Entry:

@@ -15,7 +15,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import chain, count
@@ -31,6 +31,7 @@ from torchrec_dyn.checkpoint_format.places import (
     names_in,
     place_of,
     remove_all,
+    sizes_in,
     write_file,
 )
 from torchrec_dyn.checkpoint_format.store_path import StorePath
@@ -128,13 +129,23 @@ class Entry:
 
     def check_file(self, name: str) -> bytes:
         """Returns the bytes of a file; raises ValueError unless they match the digest in the entry."""
-        data = file_inside(self.path, name, DAMAGED).read_bytes()
+        with self._present(name):
+            data = file_inside(self.path, name, DAMAGED).read_bytes()
         self._compare(name, digest_of(data))
         return data
 
     def check_long_file(self, name: str) -> None:
         """As `check_file`, in little memory."""
-        self._compare(name, digest_of_file(file_inside(self.path, name, DAMAGED)))
+        with self._present(name):
+            digest = digest_of_file(file_inside(self.path, name, DAMAGED))
+        self._compare(name, digest)
+
+    @contextmanager
+    def _present(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ValueError(f"{self.path / name}: expected a file, got none. {DAMAGED}") from error
 
     def _compare(self, name: str, digest: str) -> None:
         if digest != self.digests.get(name):
@@ -181,9 +192,10 @@ class SavedChain:
             return False
         last = self.entries[-1]
         try:
-            is_there = _read_entry(self.path, last.sequence, ()).id == last.id
+            read = _read_entry(self.path, last.sequence, ())
         except (OSError, ValueError):
             return False
+        is_there = read is not None and read.id == last.id
         return is_there and not commit_of(self.path, last.sequence + 1).is_file()
 
     @cached_property
@@ -224,26 +236,26 @@ def commit_of(path: Place, sequence: int) -> Place:
 def read_chain(path: PlaceLike) -> SavedChain:
     """Returns the entries of a checkpoint directory; of a directory that does not exist, none."""
     folder = place_of(path)
-    listed, marks = _listed_commits(folder)
+    listed, last, marks = _listed_commits(folder)
     folders = _listed_folders(folder)
     entries: list[Entry] = []
     skipped: dict[int, str] = {}
-    last = listed[-1] if listed else 0
     # A listing may be older than the last commits, which are found by their names.
     for number in chain(listed, count(last + 1)):
         try:
-            entry = _read_entry(folder, number, marks[number])
+            entry = _read_again(folder, number, marks[number])
         except FileNotFoundError:
             if number > last:
                 break
-            continue  # it was removed after the listing
+            continue
         except (OSError, ValueError) as error:
-            if number > last and isinstance(error, OSError):
-                raise  # there may be one, or none
+            is_read = not isinstance(error, OSError)
+            if not is_read and (number > last or isinstance(folder, StorePath)):
+                raise  # there may be one, or none; the next call of a store may have an answer
             name = (folders.pop(number, []) or [f"{COMMITS}/{number:08}"])[0]
             skipped[number] = f"{name}: {str(error).rstrip('.')}."
         else:
-            if _has_folder(entry, folders[number]):
+            if entry is not None and _has_folder(entry, folders[number]):
                 entries.append(entry)
     unfinished, older = _uncommitted(folder, folders)
     lines = [line for _, line in sorted({**skipped, **older}.items())]
@@ -267,16 +279,22 @@ def _uncommitted(
     return unfinished, older
 
 
-def _listed_commits(folder: Place) -> tuple[list[int], dict[int, list[re.Match[str]]]]:
-    """Returns the sequences of the commit files in a listing, and the marks of each sequence."""
+def _listed_commits(folder: Place) -> tuple[list[int], int, dict[int, list[re.Match[str]]]]:
+    """Returns the sequences in a listing but for removed entries, the last of all, and marks by sequence."""
     sequences: list[int] = []
+    last = 0
     marks: dict[int, list[re.Match[str]]] = defaultdict(list)
-    for match in filter(None, map(_COMMIT.fullmatch, names_in(folder / COMMITS))):
+    for name, size in sizes_in(folder / COMMITS).items():
+        match = _COMMIT.fullmatch(name)
+        if match is None:
+            continue
         if match[2]:
             marks[int(match[1])].append(match)
-        else:
+            continue
+        last = max(last, int(match[1]))
+        if size:
             sequences.append(int(match[1]))
-    return sorted(sequences), marks
+    return sorted(sequences), last, marks
 
 
 def _listed_folders(folder: Place) -> dict[int, list[str]]:
@@ -295,9 +313,22 @@ def _has_folder(entry: Entry, names: list[str]) -> bool:
     return entry.extra_of(0).exists()  # the listing may be older
 
 
-def _read_entry(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) -> Entry:
-    """Returns the entry of a commit file; raises ValueError if it is none of this format."""
-    values = _checked_values(json.loads(commit_of(folder, sequence).read_bytes()), sequence)
+def _read_again(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) -> Entry | None:
+    """As `_read_entry`; asks a store twice before the file counts as damaged."""
+    try:
+        return _read_entry(folder, sequence, marks)
+    except ValueError:
+        if not isinstance(folder, StorePath):
+            raise
+        return _read_entry(folder, sequence, marks)
+
+
+def _read_entry(folder: Place, sequence: int, marks: Sequence[re.Match[str]]) -> Entry | None:
+    """Returns the entry of a commit file, None if it was removed; raises ValueError if of another format."""
+    data = commit_of(folder, sequence).read_bytes()
+    if not data:
+        return None
+    values = _checked_values(json.loads(data), sequence)
     names = {field.name for field in fields(Entry)}
     restored = [int(mark[3]) for mark in marks if mark[3]]
     return Entry(
@@ -357,8 +388,10 @@ def commit_entry(entry: Entry) -> None:
     data = entry.as_json().encode()
     try:
         create_file(entry.commit, data)
-    except OSError:
-        # The file may be there nevertheless: of another writer, or ours, after an answer that was lost.
+    except OSError as error:
+        # Of a store it may be there whatever the error: ours, after an answer that was lost.
+        if not isinstance(error, FileExistsError) and not isinstance(entry.path, StorePath):
+            raise
         with suppress(FileNotFoundError):
             if entry.commit.read_bytes() == data:
                 return
@@ -397,11 +430,12 @@ def _oldest_counted(entries: Sequence[Entry], keep: int) -> int:
 
 
 def remove_entries(entries: Iterable[Entry], ignore_errors: bool = True) -> None:
-    """Removes entries: the commit file first, so that a reader sees a whole entry or none."""
+    """Removes entries: empties the commit file first, so that a reader sees a whole entry or none.
+
+    The file stays: no other writer gets the sequence, and readers pass over it to the entries after it.
+    """
     for entry in entries:
-        entry.commit.unlink(missing_ok=True)
-        if not isinstance(entry.path, StorePath):
-            sync_to_disk(entry.commit.parent)
+        write_file(entry.commit, b"")
         for name in names_in(entry.commit.parent):
             if name.startswith(f"{entry.commit.name}."):
                 (entry.commit.parent / name).unlink(missing_ok=True)

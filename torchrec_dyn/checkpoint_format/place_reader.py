@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torchrec_dyn.checkpoint_format.file_writer import naming
 from torchrec_dyn.checkpoint_format.places import place_of
@@ -62,6 +63,15 @@ class PlaceReader(FileSystemReader):
         self.place = self.path = place_of(path)
         self._files: dict[str, RangeFile] = {}  # in a store
         self._lock = threading.Lock()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns DCP's metadata; called by DCP, which takes any error for a missing file."""
+        try:
+            return super().read_metadata(*args, **kwargs)
+        except OSError:
+            if not isinstance(self.place, StorePath):
+                raise
+            return super().read_metadata(*args, **kwargs)
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[io.BufferedReader | RangeFile]:

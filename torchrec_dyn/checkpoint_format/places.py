@@ -15,7 +15,7 @@ Place = Path | StorePath
 # What users give: a path, or a URL.
 PlaceLike = str | os.PathLike[str]
 
-_URL = re.compile("([a-z][a-z0-9+.-]+):/+")
+_URL = re.compile("([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def place_of(path: PlaceLike) -> Place:
@@ -28,8 +28,12 @@ def place_of(path: PlaceLike) -> Place:
         return path
     text = os.fspath(path)
     scheme = _URL.match(text)
-    if scheme is None:
+    if scheme is None and "://" not in text:
         return Path(path)
+    if scheme is None:
+        raise ValueError(
+            f"{text}: expected a URL of one driver, got several. Give the URL of the store itself."
+        )
     if scheme[1] == "file":
         return Path(text.removeprefix(scheme[0].rstrip("/")))
     if not text.startswith(f"{scheme[1]}://"):
@@ -89,7 +93,9 @@ def create_file(place: Place, data: bytes) -> None:
     if isinstance(place, StorePath):
         place.create(data)
         return
-    place.parent.mkdir(exist_ok=True)
+    if not place.parent.exists():
+        place.parent.mkdir(exist_ok=True)
+        sync_to_disk(place.parent.parent)
     file = FileWriter(place.with_name(f"{place.name}.new"))
     try:
         file.resize(0)
@@ -100,7 +106,7 @@ def create_file(place: Place, data: bytes) -> None:
             os.link(file.path, place)
         except OSError as error:
             # A file system without hard links: the lock of the directory keeps out other writers.
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             if place.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place) from None

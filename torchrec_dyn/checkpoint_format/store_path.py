@@ -8,6 +8,7 @@ is made, and nothing is renamed.
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import os
 import threading
@@ -32,7 +33,7 @@ class StorePath:
     """A file, or what is below a name, in the store of a URL. Its errors are OSErrors with the URL."""
 
     def __init__(self, url: str, driver: Any = None) -> None:
-        self._url = url.rstrip("/")
+        self._url = url if url.endswith("://") else url.rstrip("/")
         if driver is None:
             try:
                 driver, _ = url_to_fs(self._url)
@@ -74,6 +75,10 @@ class StorePath:
     @property
     def is_written(self) -> bool:
         """True if the driver, or one that it is derived from, creates a file for one of several writers."""
+        # Drivers before 2024.10 ignore the mode.
+        call = getattr(self._driver, "_pipe_file", self._driver.pipe_file)
+        if "mode" not in inspect.signature(call).parameters:
+            return False
         protocols = (getattr(kind, "protocol", ()) for kind in type(self._driver).__mro__)
         names = ((name,) if isinstance(name, str) else name for name in protocols)
         return not set(WRITTEN).isdisjoint(chain.from_iterable(names))
@@ -135,10 +140,14 @@ class StorePath:
         ends = [min(begin + _PART_BYTES, last) for begin in begins]
         with _named(self._url):
             if len(begins) == 1:
-                return bytes(self._driver.cat_file(self._url, start=first, end=last))
-            parts = self._driver.cat_ranges(
-                [self._url] * len(begins), [*begins], ends, on_error="raise"
-            )
+                parts = [self._driver.cat_file(self._url, start=first, end=last)]
+            else:
+                parts = self._driver.cat_ranges(
+                    [self._url] * len(begins), [*begins], ends, on_error="raise"
+                )
+            for begin, end, part in zip(begins, ends, parts, strict=True):
+                if len(part) != end - begin:  # what follows would be at other places
+                    raise OSError(errno.EIO, f"expected {end - begin} bytes, got {len(part)}")
             return b"".join(parts)
 
     def open(self, mode: str = "rb") -> RangeFile:
@@ -175,6 +184,8 @@ class StorePath:
         with suppress(FileNotFoundError), _named(self._url):
             self._driver.invalidate_cache()
             self._driver.rm(self._url, recursive=True)
+        if left := self.listing():  # s3fs passes over files that it may not delete
+            raise OSError(errno.EACCES, f"{', '.join(left)} could not be removed", self._url)
 
 
 class RangeFile(io.RawIOBase):
@@ -248,9 +259,13 @@ class StoreWriter:
 
     def close(self) -> None:
         """Sends what is left, and makes the file be there."""
-        with _named(self._url):
-            self._file.close()
-            self._file.commit()
+        try:
+            with _named(self._url):
+                self._file.close()
+                self._file.commit()
+        except BaseException:
+            self.drop()
+            raise
 
     def drop(self) -> None:
         """Gives up the file. No error: the error that led here is the one to tell."""
