@@ -72,7 +72,7 @@ def test_saves_in_the_background(url: str) -> None:
 
 
 def test_each_race_for_a_name_has_one_winner(url: str) -> None:
-    for number in range(10):
+    for number in range(6):
         place, won = place_of(url) / f"commits/{number:08}", list[bytes]()
         start = threading.Barrier(8)
 
@@ -319,7 +319,7 @@ def test_urls_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
 CALLS = {"full": 60, "delta": 60, "prune": 40, "restore": 60}  # each makes fewer
 
 
-@pytest.mark.everyday(30)
+@pytest.mark.everyday(18)
 @pytest.mark.parametrize("kind", [BEFORE, AFTER, PARTLY])
 @pytest.mark.parametrize(
     ("work", "number"), [(work, at) for work, most in CALLS.items() for at in range(1, most)]
@@ -356,7 +356,7 @@ def test_one_call_of_the_driver_fails(work: str, number: int, kind: str) -> None
     assert len(folders("memory://run")) == len(read_chain("memory://run").entries)
 
 
-@pytest.mark.everyday(12)
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("kind", [BEFORE, AFTER, PARTLY])
 @pytest.mark.parametrize(("is_delta", "number"), [(d, n) for d in (0, 1) for n in range(1, 40)])
 def test_one_call_of_a_follower_fails(
