@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from parts.parquet_file import check_no_nulls, open_parquet
 
 LABEL = "label"
 WHAT_IT_HAS = (
@@ -33,13 +34,8 @@ def read_clicks(
             message names the column.
     """
     import pyarrow
-    from pyarrow import parquet
 
-    try:
-        file = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: expected a Parquet file, got: {error}.") from None
-    kinds = {field.name: field.type for field in file.schema_arrow}
+    file, kinds = open_parquet(path)
     names = [name for name in kinds if name != LABEL]
     if LABEL not in kinds or not names:
         raise ValueError(f"{path}: expected {WHAT_IT_HAS}; got the columns {', '.join(kinds)}.")
@@ -57,8 +53,7 @@ def read_clicks(
         clicks += part.num_rows
         for name in kinds:
             column = part.column(name)
-            if column.null_count:
-                raise ValueError(f"{path}, column {name}: expected no nulls. Fill or drop them.")
+            check_no_nulls(path, name, column)
             columns[name].append(column.to_numpy(zero_copy_only=False))
     whole = {name: np.concatenate(parts or [[]]) for name, parts in columns.items()}
     batches = clicks // batch_size

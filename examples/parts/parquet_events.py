@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from parts.histories import Events
+from parts.parquet_file import check_no_nulls, open_parquet
 
 COLUMNS = {  # what it is: names that it may have, the first is ours
     "user": ("user_id", "userId"),
@@ -26,13 +27,8 @@ def read_events(path: Path) -> Events:
             message names the column.
     """
     import pyarrow
-    from pyarrow import parquet
 
-    try:
-        file = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: expected a Parquet file, got: {error}.") from None
-    there = {field.name: field.type for field in file.schema_arrow}
+    file, there = open_parquet(path)
     columns = []
     for names in COLUMNS.values():
         name = next((name for name in names if name in there), None)
@@ -45,8 +41,7 @@ def read_events(path: Path) -> Events:
                 "torchrec_dyn.hash_strings first."
             )
         column = file.read([name]).column(0)
-        if column.null_count:
-            raise ValueError(f"{path}, column {name}: expected no nulls. Fill or drop them.")
+        check_no_nulls(path, name, column)
         columns.append(column.to_numpy().astype(np.int64, copy=False))
     users, items, times = columns
     order = np.argsort(times, kind="stable")

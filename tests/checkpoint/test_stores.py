@@ -92,20 +92,25 @@ def test_each_race_for_a_name_has_one_winner(url: str) -> None:
         assert won == [place.read_bytes()]
 
 
-def test_the_second_of_two_writers_is_told(url: str) -> None:
-    first, second = Job(url, keep=9), Job(url, keep=9)
-    first.save()
-    second.restore()
+def save_after(work: Any, second: Job) -> None:
+    """Works while a second writer has written its files, but not its commit file; it is told."""
     real = entry_writing.commit_entry
 
     def late(entry: Any) -> None:
-        first.save()  # while the other has written its files, but not its commit file
+        work()
         real(entry)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(entry_writing, "commit_entry", lambda entry: (patch.undo(), late(entry)))
         with pytest.raises(ValueError, match="expected to write save 2, got one of another writer"):
             second.save()
+
+
+def test_the_second_of_two_writers_is_told(url: str) -> None:
+    first, second = Job(url, keep=9), Job(url, keep=9)
+    first.save()
+    second.restore()
+    save_after(lambda: first.save(), second)
     with pytest.raises(ValueError, match="expected to write after save 1, got a directory with sa"):
         second.save()
     assert [entry.sequence for entry in read_chain(url).entries] == [1, 2]
@@ -120,17 +125,7 @@ def test_a_sequence_that_was_pruned_is_taken(url: str) -> None:
     first, second = Job(url, keep=1), Job(url, keep=1)
     first.save()
     second.restore()
-    real = entry_writing.commit_entry
-
-    def late(entry: Any) -> None:
-        for _ in range(2):
-            first.save()
-        real(entry)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry_writing, "commit_entry", lambda entry: (patch.undo(), late(entry)))
-        with pytest.raises(ValueError, match="expected to write save 2, got one of another writer"):
-            second.save()
+    save_after(lambda: [first.save() for _ in range(2)], second)
     assert [entry.sequence for entry in read_chain(url).entries] == [3]
     again = Job(url)
     assert again.restore().step == 3 and same(state(again), state(first))
@@ -362,7 +357,7 @@ def test_one_call_of_the_driver_fails(work: str, number: int, kind: str) -> None
 def test_one_call_of_a_follower_fails(
     is_delta: int, number: int, kind: str, tmp_path: Path
 ) -> None:
-    """What it serves never goes back, and is the newest entry soon."""
+    """The served entry never goes back, and is the newest one soon."""
     forget_memory()
     job = Job("memory://run", keep=9, full_every=9)
     job.save()

@@ -14,11 +14,11 @@ import torch
 from another_process import without_fbgemm_warning
 from example_criteo_files import EXAMPLES
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from forked import Ended, run_ranks, run_script
+from forked import Ended, die_before_commit, run_ranks, run_script
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import Checkpoints, entry_writing
+from torchrec_dyn.checkpoint import Checkpoints
 
 from generative import (  # isort: skip
     NextItem,
@@ -133,14 +133,7 @@ def test_two_ranks_learn_what_one_learns(sizes: list[str]) -> None:
 def run_until(arguments: list[str], dies_at: int | None) -> None:
     """Runs the script; the rank that writes dies at the n-th entry, before its commit file is written."""
     if dies_at is not None and os.environ["RANK"] == "0":
-        commit_entry = entry_writing.commit_entry
-
-        def commit_or_die(entry):
-            if entry.sequence == dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            commit_entry(entry)
-
-        entry_writing.commit_entry = commit_or_die
+        die_before_commit(dies_at)
     sys.argv = [str(SCRIPT), *arguments]
     sys.path.insert(0, str(EXAMPLES))
     exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), {"__name__": "__main__", "__file__": ""})

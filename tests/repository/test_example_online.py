@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from example_criteo_files import EXAMPLES
-from forked import run_ranks
+from forked import die_before_commit, run_ranks
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from torchrec_dyn import serving
-from torchrec_dyn.checkpoint import Checkpoints, entry_writing
+from torchrec_dyn.checkpoint import Checkpoints
 
 SCRIPT = EXAMPLES / "online.py"
 
@@ -23,14 +23,7 @@ def run_until(folder: str, dies_at: int | None, *url: str, **environment: str) -
     os.environ.update(environment)
     os.chdir(tempfile.mkdtemp())
     if dies_at is not None and os.environ["RANK"] == "0":
-        commit_entry = entry_writing.commit_entry
-
-        def commit_or_die(entry):
-            if entry.sequence == dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            commit_entry(entry)
-
-        entry_writing.commit_entry = commit_or_die
+        die_before_commit(dies_at)
     sys.argv = [str(SCRIPT), folder, *url]
     exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), {"__name__": "__main__"})
 

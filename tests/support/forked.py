@@ -16,6 +16,7 @@ import multiprocessing.context
 import multiprocessing.process
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import threading
@@ -57,6 +58,20 @@ def keep_imports() -> None:
     A collection would also write to their memory, which this process shares with the server.
     """
     gc.freeze()
+
+
+def die_before_commit(sequence: int) -> None:
+    """Has this process die at an entry of `Checkpoints`, before its commit file is written."""
+    from torchrec_dyn.checkpoint import entry_writing
+
+    commit_entry = entry_writing.commit_entry
+
+    def commit_or_die(entry: Any) -> None:
+        if entry.sequence == sequence:
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit_entry(entry)
+
+    entry_writing.commit_entry = commit_or_die
 
 
 def run_ranks(

@@ -434,9 +434,11 @@ def remove_entries(entries: Iterable[Entry], ignore_errors: bool = True) -> None
 
     The file stays: no other writer gets the sequence, and readers pass over it to the entries after it.
     """
-    for entry in entries:
+    removed = [*entries]
+    names = names_in(removed[0].commit.parent) if removed else []
+    for entry in removed:
         write_file(entry.commit, b"")
-        for name in names_in(entry.commit.parent):
-            if name.startswith(f"{entry.commit.name}."):
+        for name in names:
+            if name.startswith(f"{entry.commit.name}."):  # its marks
                 (entry.commit.parent / name).unlink(missing_ok=True)
         remove_all(entry.path, ignore_errors)

@@ -39,7 +39,7 @@ class TablePlan:
 
 @dataclass(frozen=True)
 class ShardDescription:
-    """What this rank holds of a table, or of one column shard of it.
+    """The part of a table, or of one column shard of it, on this rank.
 
     Attributes:
         table: name of the table.
@@ -103,7 +103,7 @@ class GroupDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """What this rank holds of a collection; `str` of it is a table for people.
+    """The part of a collection on this rank; `str` of it is a table for people.
 
     Attributes:
         collection: class of the collection, with its path in a sharded model.
