@@ -4,7 +4,7 @@ import pytest
 import torch
 from compiled_training import check_as_without_a_compiler, inputs, model_of
 
-KINDS = ["rows", "sum", "tile", "weighted", "blocks", "pairs"]
+KINDS = ["rows", "sum", "max", "tile", "weighted", "blocks", "pairs"]
 
 
 @pytest.mark.everyday(2)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torchrec import EmbeddingBagConfig, JaggedTensor
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
 
@@ -58,6 +61,9 @@ def by_formula(
             empty = [torch.zeros(DIM)] * tile
             outputs.append(torch.cat([*terms, *empty][:tile]))
             continue
+        if mode == "max":
+            outputs.append(torch.stack(terms).max(0).values if terms else torch.zeros(DIM))
+            continue
         total = sum(terms, torch.zeros(DIM))
         if mode == "mean":
             norm = sum(of_bag, torch.tensor(0.0))
@@ -81,7 +87,7 @@ def check_step(
 
 
 @pytest.mark.parametrize("form", ["jagged", "nested"])
-@pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "tile"])
 def test_bags_without_weights(mode: str, form: str) -> None:
     module = bag_of(mode)
     rows = rows_of(module, BAGS)
@@ -171,8 +177,47 @@ def test_ones_where_weighted_bags_come_without_weights(mode: str) -> None:
     torch.testing.assert_close(here(jagged(BAGS)), expected)
 
 
+@pytest.mark.parametrize("dtype", [DataType.FP32, DataType.FP16, DataType.BF16])
+def test_max_has_the_bits_of_torch_for_equal_values_and_nan(dtype: DataType) -> None:
+    nan, inf = torch.nan, torch.inf
+    rows = torch.tensor([[2.0, nan, -0.0, -inf], [2.0, 1.0, 0.0, -inf], [1.0, nan, -1.0, inf]])
+    module = bag_of("max", data_type=dtype)
+    stock = nn.EmbeddingBag.from_pretrained(
+        rows, freeze=False, mode="max", include_last_offset=True
+    )
+    module.table.assign(torch.arange(3), rows)
+    bags = [[*order] for size in range(4) for order in permutations(range(3), size)] + [
+        [1, 0, 1, 0]
+    ]
+    lengths = torch.tensor([len(bag) for bag in bags])
+    output = module(jagged(bags))
+    expected = stock(
+        torch.cat([torch.tensor(bag).long() for bag in bags]), pad(lengths.cumsum(0), (1, 0))
+    )
+    # Sums of a few ones are exact in any dtype.
+    output.backward(torch.ones_like(output))
+    expected.backward(torch.ones_like(expected))
+    learnt = module.table.lookup(torch.arange(3))[0].float()
+    stepped = rows - stock.weight.grad
+    for ours, theirs in ((output, expected), (learnt, stepped)):
+        assert torch.equal(*(values.nan_to_num(70.0, 80.0, -80.0) for values in (ours, theirs)))
+
+
+def test_max_updates_every_row_of_a_bag() -> None:
+    decay = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.5, "weight_decay": 0.1}
+    module = dyn.DynamicEmbeddingBag(DIM, 100, "max", fused_params=decay)
+    ids, rows = torch.arange(3), torch.tensor([[4.0], [2.0], [1.0]]).repeat(1, DIM)
+    module.table.assign(ids, rows)
+    module(torch.tensor([[0, 1]])).sum().backward()
+    learnt = module.table.lookup(ids)[0]
+    # Loshchilov and Hutter 2019: w -= lr * (m / (sqrt(v) + eps) + decay * w); the first quotient is 1, or 0.
+    torch.testing.assert_close(learnt[:, 0], torch.tensor([4 - 0.5 * 1.4, 2 - 0.5 * 0.2, 1.0]))
+
+
 @pytest.mark.parametrize("padding", [None, 0])
-@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
+@pytest.mark.parametrize(
+    ("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False), ("max", False)]
+)
 def test_dense_bags_train_as_torchs(mode: str, weighted: bool, padding: int | None) -> None:
     module = bag_of(mode, is_weighted=weighted, padding_idx=padding)
     stock = nn.EmbeddingBag(10, DIM, mode=mode, padding_idx=padding)
@@ -195,7 +240,7 @@ def test_dense_bags_train_as_torchs(mode: str, weighted: bool, padding: int | No
     assert module.table.num_rows == len(known)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "tile"])
 @given(
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     tile=st.integers(1, 6),
@@ -208,6 +253,8 @@ def test_dense_bags_train_as_torchs(mode: str, weighted: bool, padding: int | No
 def test_any_shape(
     mode: str, shape: list[int], tile: int, options: dict[str, Any], seed: int
 ) -> None:
+    if mode == "max":
+        options = {name: value for name, value in options.items() if name == "padding_idx"}
     module = bag_of(mode, **options, tile_length=tile if mode == "tile" else None)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(6, shape, generator=generator)
@@ -247,7 +294,7 @@ def test_tile_looks_up_only_what_it_keeps() -> None:
 
 def test_forms_agree() -> None:
     bags = [[1, 2, 3], [4, 5, 6]]
-    for mode in ("sum", "mean", "tile"):
+    for mode in ("sum", "mean", "max", "tile"):
         dense = bag_of(mode)(torch.tensor(bags))
         assert torch.equal(dense, bag_of(mode)(jagged(bags)))
         assert torch.equal(dense, bag_of(mode)(nested(bags)))
@@ -324,7 +371,11 @@ WHERE = r"DynamicEmbeddingBag\(table='embedding_bag'\)"
     [
         ({"embedding_dim": 0}, "expected embedding_dim to be an integer above 0, got 0"),
         ({"num_embeddings": 0}, "expected num_embeddings to be an integer above 0, got 0"),
-        ({"mode": "max"}, 'expected mode "sum", "mean" or "tile", got \'max\''),
+        ({"mode": "min"}, 'expected mode "sum", "mean", "max" or "tile", got \'min\''),
+        (
+            {"mode": "max", "is_weighted": True},
+            'expected is_weighted=False with mode "max", as in torch.nn.EmbeddingBag, got is_weighted=True',
+        ),
         ({"mode": "tile"}, "expected tile_length to be an integer above 0, got None"),
         (
             {"mode": "tile", "tile_length": 0},

@@ -365,20 +365,26 @@ def test_tiles(plan: str, weighted: bool) -> None:
     assert trained_rows(OneTable("tile", plan, weighted=weighted)) > 30
 
 
+@pytest.mark.parametrize("padding", [None, 100])
+@pytest.mark.parametrize("plan", SEQUENCE)
+def test_largest_rows(plan: str, padding: int | None) -> None:
+    assert trained_rows(OneTable("max", plan, options={"padding_idx": padding})) > 50
+
+
 @pytest.mark.everyday(5)
-@pytest.mark.parametrize("mode", ["rows", "mean", "tile"])
+@pytest.mark.parametrize("mode", ["rows", "mean", "max", "tile"])
 @pytest.mark.parametrize("plan", SEQUENCE)
 def test_several_calls_a_step(mode: str, plan: str) -> None:
     assert trained_rows(OneTable(mode, plan, calls=3)) > 30
 
 
-@pytest.mark.parametrize("mode", ["rows", "mean", "tile"])
+@pytest.mark.parametrize("mode", ["rows", "mean", "max", "tile"])
 @pytest.mark.parametrize("plan", SEQUENCE)
 def test_no_ids_on_any_rank(mode: str, plan: str) -> None:
     assert trained_rows(OneTable(mode, plan, empty=True)) == 0
 
 
-@pytest.mark.parametrize("mode", ["rows", "tile"])
+@pytest.mark.parametrize("mode", ["rows", "max", "tile"])
 def test_each_id_is_sent_once(mode: str) -> None:
     assert trained_rows(OneTable(mode, "row_wise", exact=False, dedup=True)) > 30
 

@@ -136,16 +136,14 @@ def test_unsharded_outputs_by_sample_add_in_a_fixed_order(module):
     assert noted.sums == REPEATS
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "tile"])
 def test_modules_of_one_table_add_in_a_fixed_order(mode):
-    options = {} if mode != "tile" else {"tile_length": 3}
-    bags = dyn.DynamicEmbeddingBag(
-        8, 100, mode, is_weighted=True, fused_params=FUSED_PARAMS, **options
-    )
-    ids = torch.randint(0, 50, (60,))
-    weights = torch.rand(60, requires_grad=True)
+    options = {"is_weighted": mode != "max"} | ({"tile_length": 3} if mode == "tile" else {})
+    bags = dyn.DynamicEmbeddingBag(8, 100, mode, fused_params=FUSED_PARAMS, **options)
+    ids = torch.randint(0, 50, (12, 5))
+    weights = torch.rand(12, 5, requires_grad=True) if mode != "max" else None
     with OrderOfSums() as noted:
-        bags(ids.view(12, 5), weights.view(12, 5)).sum().backward()
+        bags(ids, weights).sum().backward()
     assert noted.sums == set()
 
 

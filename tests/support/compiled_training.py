@@ -58,13 +58,14 @@ CALLS: dict[str, Callable[[], nn.Module]] = {
     "rows": lambda: dyn.DynamicEmbedding(**ONE),
     "sum": lambda: dyn.DynamicEmbeddingBag(**ONE),
     "tile": lambda: dyn.DynamicEmbeddingBag(mode="tile", tile_length=2, **ONE),
+    "max": lambda: dyn.DynamicEmbeddingBag(mode="max", **ONE),
     "weighted": lambda: dyn.DynamicEmbeddingBag(is_weighted=True, weight_gradients=True, **ONE),
     "processed": lambda: FeatureProcessedEmbeddingBagCollection(
         dyn.DynamicEmbeddingBagCollection(configs(EmbeddingBagConfig), is_weighted=True),
         PositionWeightedModuleCollection({"f0": 6, "f1": 6}),
     ),
 }
-TENSOR_CALLS = ("rows", "sum", "tile", "weighted")
+TENSOR_CALLS = ("rows", "sum", "max", "tile", "weighted")
 
 
 class Model(nn.Module):

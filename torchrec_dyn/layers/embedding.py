@@ -28,6 +28,7 @@ from torchrec_dyn.layers.inputs import (
     InputBags,
     check_unscored,
     is_dense,
+    largest_rows,
     nested_parts,
     one_bag,
     places_in_bags,
@@ -167,7 +168,7 @@ class _InputReader(nn.Module):
         return one_bag(self._name, ids), kept
 
 
-Mode = Literal["sum", "mean", "tile"]
+Mode = Literal["sum", "mean", "max", "tile"]
 
 
 class DynamicEmbeddingBag(OneTable):
@@ -177,24 +178,26 @@ class DynamicEmbeddingBag(OneTable):
 
     - "sum": sum(w e);
     - "mean": sum(w e) / sum(w); zeros if the weights of a bag sum to 0;
+    - "max": the largest value of each column of e, as torch.nn.EmbeddingBag computes it. Its gradient goes to
+      the first of equal values in the bag. Every looked-up row is updated, with gradient 0 where it has no
+      largest value;
     - "tile": w e of the first T ids side by side, zeros to the right. Ids after the first T are not
       looked up: they get no row and are not counted.
 
     The output of an empty bag is zeros. The looked-up rows and the weights get gradients.
 
     `collection` is a collection of one table. DistributedModelParallel shards it with the sharder of its
-    type: `DynamicEmbeddingBagCollectionSharder`, or, with "tile" or `weight_gradients`,
-    `DynamicEmbeddingCollectionSharder`.
+    type: `DynamicEmbeddingBagCollectionSharder`, or, with "max", "tile" or `weight_gradients`,
+    `DynamicEmbeddingCollectionSharder`. Then ranks send one row per id, not per bag.
 
     Args:
         embedding_dim: number of columns, D.
         num_embeddings: limit on the number of rows; no memory is reserved for them.
-        mode: "sum", "mean" or "tile".
+        mode: "sum", "mean", "max" or "tile".
         tile_length: T; with "tile" only.
-        is_weighted: True if ids may have weights.
+        is_weighted: True if ids may have weights; not with "max".
         weight_gradients: True if the weights of "sum" and "mean" also get gradients in a sharded module.
-            Ranks then send one row per id, not per bag. In an unsharded module and with "tile", weights
-            always get gradients.
+            In an unsharded module and with "tile", weights always get gradients.
         name: name of the table and of its only feature. Initial rows depend on the name. In a sharded
             model each module needs a different name.
         padding_idx: an id that is removed from all bags. Any int64; -1 is the id -1, not the last row.
@@ -228,14 +231,14 @@ class DynamicEmbeddingBag(OneTable):
     ) -> None:
         super().__init__()
         self._set_sizes(embedding_dim, num_embeddings, name, padding_idx)
-        _check_mode(mode, tile_length, self.where)
+        _check_mode(mode, tile_length, is_weighted, self.where)
         if weight_gradients and not is_weighted:
             raise ValueError(
                 f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
                 "Make the module with is_weighted=True."
             )
         chosen = dynamic_config_by_table(dynamic, [name], self.where)[name]
-        self._sends_rows = mode == "tile" or weight_gradients
+        self._sends_rows = mode in ("max", "tile") or weight_gradients
         if self._sends_rows or not is_weighted:
             check_unscored(chosen, self.where)
         self.mode = mode
@@ -283,7 +286,7 @@ class DynamicEmbeddingBag(OneTable):
         is_sharded = isinstance(self.collection, ShardedModule)
         read = self.read_input(ids, weights, is_sharded)
         output = self.collection(read[0])
-        return _bags_of(output, read[1], self.name, self._sends_rows, self.tile_length)
+        return _bags_of(output, read[1], self.name, self._sends_rows, self.mode, self.tile_length)
 
     def extra_repr(self) -> str:
         """Returns the arguments for printing, like torch.nn.EmbeddingBag."""
@@ -298,9 +301,14 @@ class DynamicEmbeddingBag(OneTable):
         return f"{required}, mode={self.mode!r}, name={self.name!r}{given}"
 
 
-def _check_mode(mode: str, tile_length: int | None, where: str) -> None:
-    if mode not in ("sum", "mean", "tile"):
-        raise ValueError(f'{where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
+def _check_mode(mode: str, tile_length: int | None, is_weighted: bool, where: str) -> None:
+    if mode not in ("sum", "mean", "max", "tile"):
+        raise ValueError(f'{where}: expected mode "sum", "mean", "max" or "tile", got {mode!r}.')
+    if mode == "max" and is_weighted:
+        raise ValueError(
+            f'{where}: expected is_weighted=False with mode "max", as in torch.nn.EmbeddingBag, got '
+            f"is_weighted={is_weighted!r}. Leave it out."
+        )
     if mode == "tile":
         check_size(tile_length, "tile_length", where)
     elif tile_length is not None:
@@ -331,7 +339,7 @@ def _in_shape_of(source: Input, output: Any, kept: Tensor | None, name: str) -> 
 
 @torch.fx.wrap
 def _bags_of(
-    output: Any, bags: InputBags, name: str, sends_rows: bool, tile_length: int | None
+    output: Any, bags: InputBags, name: str, sends_rows: bool, mode: str, tile_length: int | None
 ) -> Tensor:
     """Returns pooled rows, `[*shape, D]`, or tiles, `[*shape, T * D]`, zeros where a tile has no row."""
     if not sends_rows:
@@ -339,6 +347,8 @@ def _bags_of(
         return pooled.view(*bags.shape, pooled.shape[1])
     rows = output[name].values()
     columns = rows.shape[1]
+    if mode == "max":
+        return largest_rows(rows, bags.lengths).view(*bags.shape, columns)
     if tile_length is None:  # here: weights get gradients
         pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)
         return pooled.view(*bags.shape, columns)
