@@ -90,6 +90,8 @@ class DynamicTableConfig:
             it). stats()["nonfinite"] counts the rows that were not written.
         features: a FeatureUse for each feature that does not insert, count or train, each feature at most
             once; all other features do all three.
+        pooling: of a table of a pooled collection without weights: "max" for the largest value of each column
+            in each bag, as torch.nn.EmbeddingBag(mode="max"); None: as the pooling of the table's config.
         storage: where rows and their optimizer state are stored. None: in memory; MappedFiles(directory): in
             files on a disk, on the CPU only.
     """
@@ -103,6 +105,7 @@ class DynamicTableConfig:
     on_nonfinite: OnNonfinite = "write"
     features: tuple[FeatureUse, ...] = ()
     storage: MappedFiles | None = None
+    pooling: Literal["max"] | None = None
 
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
@@ -125,6 +128,11 @@ class DynamicTableConfig:
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(
                 f'{where}.on_nonfinite: expected "write", "skip" or "error", got {self.on_nonfinite!r}.'
+            )
+        if self.pooling not in (None, "max"):
+            raise ValueError(
+                f'{where}.pooling: expected "max" or None, got {self.pooling!r}. '
+                "Sums and means are the `pooling` of an EmbeddingBagConfig."
             )
         if self.storage is not None and not isinstance(self.storage, MappedFiles):
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def configs_of(case: Case) -> list[Any]:
             "data_type": DataType[table.data_type],
         }
         if case.pooled:
-            configs.append(EmbeddingBagConfig(pooling=PoolingType[table.pooling], **options))
+            pooling = PoolingType.SUM if table.pooling == "MAX" else PoolingType[table.pooling]
+            configs.append(EmbeddingBagConfig(pooling=pooling, **options))
         else:
             configs.append(EmbeddingConfig(**options))
     return configs
@@ -57,7 +59,12 @@ def collection_of(case: Case, is_static: bool = False, **options: Any) -> Any:
     if is_static:
         kind: Any = EmbeddingBagCollection if case.pooled else EmbeddingCollection
         return kind(configs_of(case), **weighted, **options)
-    if chosen := {table.name: table.config for table in case.tables if table.config is not None}:
+    chosen = {table.name: table.config for table in case.tables if table.config is not None}
+    for table in case.tables:
+        if table.pooling == "MAX":
+            config = chosen.get(table.name, dyn.DynamicTableConfig())
+            chosen[table.name] = replace(config, pooling="max")
+    if chosen:
         options["dynamic"] = chosen
     kind = dyn.DynamicEmbeddingBagCollection if case.pooled else dyn.DynamicEmbeddingCollection
     return kind(configs_of(case), **weighted, **options)

@@ -50,12 +50,16 @@ from torchrec_dyn.sharding import (
     BatchCheck,
     Expansion,
     Restoration,
+    RowsContext,
     SendOnce,
+    SendsRows,
     divide,
     kernels_of,
     mean_divisor,
     outputs_by_column,
     pad_batch,
+    pooled_sharding_of,
+    sends_rows,
     with_an_example,
     without_examples,
 )
@@ -119,7 +123,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         # The feature of each output whose bags divide it after the output dist.
         self._divided_by = [
             feature
-            if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread
+            if config.pooling == PoolingType.MEAN and setup.options[config.name].rows_are_spread
             else None
             for config, feature in (outputs[name] for name in self._embedding_names)
         ]
@@ -130,6 +134,19 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         self._output_names = list(self._embedding_names)
 
     @classmethod
+    def create_grouped_sharding_infos(
+        cls, *arguments: Any, **options: Any
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Returns the tables of each sharding, by name: of a type, and of a type whose rows travel."""
+        by_type = super().create_grouped_sharding_infos(*arguments, **options)
+        grouped: dict[str, list[EmbeddingShardingInfo]] = {}
+        for name, infos in by_type.items():
+            for info in infos:
+                key = f"{name}, max" if sends_rows(info) else name
+                grouped.setdefault(key, []).append(info)
+        return grouped
+
+    @classmethod
     def create_embedding_bag_sharding(
         cls,
         sharding_infos: list[EmbeddingShardingInfo],
@@ -138,7 +155,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         **options: Any,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
+        kind = pooled_sharding_of(sharding_infos[0])
         if issubclass(kind, CwPooledEmbeddingSharding):
             options["permute_embeddings"] = permute_embeddings
         return kind(sharding_infos, *arguments, **options)
@@ -166,13 +183,21 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
     def _noted(self, ctx: PooledContext, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
         ctx.variable_batch_per_feature = varies = parts[0].variable_stride_per_key()
         ctx.sharding_contexts = [
-            EmbeddingShardingContext(
-                batch_size_per_feature_pre_a2a=part.stride_per_key() if varies else [],
-                variable_batch_per_feature=varies,
-            )
-            for part in parts
+            self._context(sharding, part, varies)
+            for sharding, part in zip(self._embedding_shardings, parts, strict=True)
         ]
         return parts
+
+    @staticmethod
+    def _context(sharding: Any, part: KeyedJaggedTensor, varies: bool) -> EmbeddingShardingContext:
+        sizes = part.stride_per_key()
+        numbers: Any = {
+            "batch_size_per_feature_pre_a2a": sizes if varies else [],
+            "variable_batch_per_feature": varies or isinstance(sharding, SendsRows),
+        }
+        if not isinstance(sharding, SendsRows):
+            return EmbeddingShardingContext(**numbers)
+        return RowsContext(**numbers, lengths=part.lengths(), sizes=sizes, sizes_vary=varies)
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""

@@ -28,7 +28,7 @@ from torchrec_dyn.modules import (
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
 from torchrec_dyn.ranks import checked_plan, config_of_share, host_group, row_limit, table_layouts
-from torchrec_dyn.sharding import OPTIONS_KEY, TableOptions
+from torchrec_dyn.sharding import MAX_WIDTH_KEY, OPTIONS_KEY, TableOptions
 
 
 def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> torch.device:
@@ -176,10 +176,12 @@ class ShardingSetup(nn.Module):
                 optimizer=RowOptimizer.from_fused_params(chosen, where),
                 output_dtype=output_dtype_of(chosen, where),
                 row_limit=row_limit(table.weight.shape[0], layout.row_ranks),
-                rows_are_spread=layout.rows_are_spread,
+                rows_are_spread=layout.row_ranks > 1,
                 is_frozen=table.is_frozen,
             )
             chosen[OPTIONS_KEY] = self.options.__getitem__
+            if table.dynamic.pooling == "max":
+                chosen[MAX_WIDTH_KEY] = table.weight.shape[1]
             placeholders[name] = _placeholder(table.weight, chosen)
         self.add_module(self.holder, placeholders)
         return by_default, placed

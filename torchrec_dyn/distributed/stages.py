@@ -31,6 +31,7 @@ from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.sharding import (
     ArrivedIds,
     PrefetchedSteps,
+    RowsContext,
     StayingOutput,
     check_modes,
     kernels_of,
@@ -263,6 +264,8 @@ class ShardedTables(ForwardOutsideGraphs):
                 context.unbucketize_permute_tensor = where
             else:
                 context.output_splits = []  # TorchRec writes the received modes there
+                if isinstance(context, RowsContext):
+                    context.sent = input_dist.sent
         ctx.has_modes = True
         return KJTListSplitsAwaitable(sending, ctx, self._module_fqn)
 

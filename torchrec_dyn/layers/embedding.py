@@ -28,7 +28,6 @@ from torchrec_dyn.layers.inputs import (
     InputBags,
     check_unscored,
     is_dense,
-    largest_rows,
     nested_parts,
     one_bag,
     places_in_bags,
@@ -36,6 +35,7 @@ from torchrec_dyn.layers.inputs import (
     read_ids,
     values_of,
 )
+from torchrec_dyn.lookup import largest_rows
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,

@@ -298,39 +298,6 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
     return (pooled / lengths.clamp(min=1)[:, None] if mean else pooled).to(rows.dtype)
 
 
-def largest_rows(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the largest value of each column in each bag, [B, columns]; zeros for an empty bag.
-
-    rows [N, columns], bag after bag; lengths [B].
-    """
-    largest: Tensor = _Largest.apply(rows, lengths)
-    return largest
-
-
-_MAX = 2  # torch.embedding_bag's number of this mode
-
-
-class _Largest(torch.autograd.Function):
-    """The forward of torch.nn.EmbeddingBag; torch's backward refuses to be deterministic on CUDA."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, lengths: Tensor) -> Tensor:
-        places = torch.arange(len(rows), device=rows.device)
-        largest, _, _, places_of_largest = torch.embedding_bag(
-            rows, places, bag_begins(lengths), mode=_MAX, include_last_offset=True
-        )
-        nowhere = (lengths == 0).unsqueeze(1)  # torch says 0 for an empty bag
-        ctx.save_for_backward(places_of_largest.masked_fill(nowhere, len(rows)))
-        ctx.rows = len(rows)
-        return largest
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        # No place but the last, of empty bags, is written twice: a row is in one bag.
-        return grad.new_zeros(ctx.rows + 1, grad.shape[1]).scatter_(0, places, grad)[:-1], None
-
-
 def shares(weights: Tensor, lengths: Tensor) -> Tensor:
     """Divides each weight [K] by the sum of its bag, of lengths [B] int64; zeros if that is 0."""
     bag, _ = places_in_bags(lengths, weights.numel())

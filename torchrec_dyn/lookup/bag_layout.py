@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torchrec_dyn.ops import complete_cumsum
 from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard
 
-Pooling = Literal["sum", "mean", "none"]
+Pooling = Literal["sum", "mean", "max", "none"]
+_LOOKS_UP_IDS = ("max", "none")  # the maximum is taken of sequences (largest.py)
 _INTEGERS = ((torch.int64, 1), (torch.int32, 1))  # dtypes and dimensions of lengths and offsets
 
 
@@ -115,11 +116,11 @@ class BagLayout:
     def __init__(
         self, columns: Sequence[int], features_per_table: Sequence[int], pooling: Pooling
     ) -> None:
-        if pooling not in ("sum", "mean", "none"):
+        if pooling not in get_args(Pooling):
             raise ValueError(
-                f'BagLayout: expected pooling "sum", "mean" or "none", got {pooling!r}.'
+                f'BagLayout: expected pooling "sum", "mean", "max" or "none", got {pooling!r}.'
             )
-        if pooling == "none" and len(set(columns)) > 1:
+        if pooling in _LOOKS_UP_IDS and len(set(columns)) > 1:
             raise ValueError(
                 f"BagLayout: expected tables of one width for sequences, got {sorted(set(columns))}."
             )
@@ -128,7 +129,7 @@ class BagLayout:
                 f"BagLayout: expected the number of features of each of {len(columns)} tables, got "
                 f"{list(features_per_table)}."
             )
-        self._is_sequence = pooling == "none"
+        self._is_sequence = pooling in _LOOKS_UP_IDS
         self._columns = list(columns)
         self._table_of = [t for t, count in enumerate(features_per_table) for _ in range(count)]
         self._first_feature = list(accumulate(features_per_table, initial=0))

@@ -49,6 +49,7 @@ from torchrec_dyn.lookup.batch import Batch, Found, PrefetchedStep, TakenStep
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.gradient_reduction import reduction_of
+from torchrec_dyn.lookup.largest import largest_of_batch
 from torchrec_dyn.lookup.lookup_function import (
     ANCHOR,
     Forward,
@@ -180,14 +181,16 @@ class TableGroup:
             try:
                 lock.is_changing = True
                 if batch.ids.is_cpu:
-                    return look_up(batch, ahead)
-                with lock.streams.turn(batch.ids.device):
-                    batch.keep_in_use()
-                    if ahead is not None:
-                        ahead.keep_in_use()
-                    return look_up(batch, ahead)
+                    out = look_up(batch, ahead)
+                else:
+                    with lock.streams.turn(batch.ids.device):
+                        batch.keep_in_use()
+                        if ahead is not None:
+                            ahead.keep_in_use()
+                        out = look_up(batch, ahead)
             finally:
                 lock.is_changing = False
+        return out if self.pooling != "max" else largest_of_batch(out, batch)
 
     def _look_up_in_step(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
         """`_look_up` of a training batch whose update is deferred."""

@@ -22,6 +22,7 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
     data_type_to_dtype,
     dtype_to_data_type,
+    pooling_type_to_str,
 )
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
@@ -178,6 +179,12 @@ def _check_options(config: BaseEmbeddingConfig, dynamic: object, where: str) -> 
         options = DynamicTableConfig()
     if options.initializer is None:
         _check_initial_rows(config, where)
+    if options.pooling is not None and getattr(config, "pooling", None) != PoolingType.SUM:
+        got = getattr(config, "pooling", "none")
+        raise ValueError(
+            f"{where}: expected pooling={options.pooling!r} for a table of a pooled collection whose config has "
+            f"pooling SUM, got {type(config).__name__} with pooling {got}. Leave one of the two out."
+        )
     features = list(config.feature_names) or [config.name]
     for use in options.features:
         if use.feature not in features:
@@ -231,6 +238,12 @@ def pooled_outputs(
     features = [name for config in configs for name in config.feature_names]
     columns = [config.embedding_dim for config in configs for _ in config.feature_names]
     return [*chain(*get_embedding_names_by_table(list(configs)))], columns, features
+
+
+def pooling_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> str:
+    """Returns the pooling of a table: "sum", "mean" or "max", or "none" of a sequence collection."""
+    pooling = getattr(config, "pooling", None)
+    return dynamic.pooling or ("none" if pooling is None else pooling_type_to_str(pooling))
 
 
 def row_dtype(config: BaseEmbeddingConfig) -> torch.dtype:

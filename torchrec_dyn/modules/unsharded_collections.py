@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
-    pooling_type_to_str,
 )
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -35,6 +34,7 @@ from torchrec_dyn.modules.table_configs import (
     checked_configs,
     dynamic_config_by_table,
     pooled_outputs,
+    pooling_of,
 )
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
@@ -72,11 +72,9 @@ class UnshardedCollection(FusedOptimizerModule):
             for config in configs
         ]
         setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
-        poolings = [getattr(config, "pooling", None) for config in configs]
-        names = [
-            "none" if pooling is None else pooling_type_to_str(pooling) for pooling in poolings
-        ]
-        self.unsharded_lookup = UnshardedLookup(tables, names, holder)
+        poolings = [pooling_of(config, options[config.name]) for config in configs]
+        _check_weights(poolings, is_weighted, where)
+        self.unsharded_lookup = UnshardedLookup(tables, poolings, holder)
         is_scored = any(table.dynamic.scores_weights for table in tables)
         self._read = FeatureReader(configs, is_weighted, where, is_scored)
 
@@ -359,6 +357,15 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
     def without_rows(self) -> DynamicEmbeddingBagCollection:
         """Returns the same collection without rows, on the meta device."""
         return self._without_rows(DynamicEmbeddingBagCollection, is_weighted=self._is_weighted)
+
+
+def _check_weights(poolings: Sequence[str], is_weighted: bool, where: str) -> None:
+    """Raises ValueError if bags have weights and a maximum."""
+    if is_weighted and "max" in poolings:
+        raise ValueError(
+            f"{where}: expected is_weighted=False with pooling max, got True. A maximum takes no weights, as in "
+            "torch.nn.EmbeddingBag: put these tables into a collection of their own."
+        )
 
 
 def outputs_by_sample(

@@ -74,7 +74,7 @@ class _Group:
 
 
 class UnshardedLookup:
-    """Groups tables of equal pooling, dtype and optimizer, and looks up their features.
+    """Groups tables of equal pooling (max: and width), dtype and optimizer, and looks up their features.
 
     The groups are built at first use, and again after a conversion or a change of optimizer. As long as the
     tables keep their optimizers, the optimizer object stays the same, so schedulers and wrappers may hold it.
@@ -208,10 +208,11 @@ class UnshardedLookup:
 
     def _group_tables(self, state: list[_State]) -> list[_Group]:
         members: dict[Any, list[int]] = {}
-        for number, ((_, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
-            members.setdefault((*kind, pooling), []).append(number)
+        for number, ((shard, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
+            width = shard.columns if pooling == "max" else None
+            members.setdefault((*kind, width, pooling), []).append(number)
         groups: list[_Group] = []
-        for (_, _, pooling), numbers in members.items():
+        for (*_, pooling), numbers in members.items():
             shards = [state[number][0] for number in numbers]
             groups.append(self._new_group(shards, numbers, pooling, len(members) == 1))
         optimizers = [optimizer for _, _, optimizer in state]

@@ -25,11 +25,19 @@ from torchrec_dyn.sharding.dists import (
     remove_stale_forwards,
 )
 from torchrec_dyn.sharding.lookups import (
+    MAX_WIDTH_KEY,
     OPTIONS_KEY,
     PrefetchedSteps,
     TableOptions,
     kernels_of,
     prefetch,
 )
+from torchrec_dyn.sharding.rows_to_bags import RowsContext
 from torchrec_dyn.sharding.sent_batch import check_modes, sent_batch
-from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
+from torchrec_dyn.sharding.shardings import (
+    POOLED_SHARDINGS,
+    SEQUENCE_SHARDINGS,
+    SendsRows,
+    pooled_sharding_of,
+    sends_rows,
+)

@@ -53,18 +53,24 @@ class OwnerInputDist(nn.Module):
     `stock` is TorchRec's dist of the sharding type: what it sends by, and its order of ranks, are used.
     """
 
-    def __init__(self, stock: Any, is_sequence: bool) -> None:
+    def __init__(self, stock: Any, needs_positions: bool) -> None:
         super().__init__()
         self._ranks = getattr(stock, "_local_size", stock._world_size)
         self._places = getattr(stock, "_sf_staggered_shuffle", None)
         self._places_tensor = getattr(stock, "_sf_staggered_shuffle_tensor", None)
-        self._is_sequence = is_sequence
+        self._needs_positions = needs_positions
         self._dist = stock._dist
 
     def forward(self, features: SentBatch) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sorts the ids by owner and sends them."""
         by_owner, where = self._sorted(features)
-        self.unbucketize_permute_tensor = where if self._is_sequence else None
+        self.unbucketize_permute_tensor = where if self._needs_positions else None
+        return self._send(by_owner, features)
+
+    def _send(
+        self, by_owner: KeyedJaggedTensor, features: SentBatch
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Sends a batch in the order of owners, with what travels beside `features`."""
         if self._places is not None:
             by_owner = by_owner.permute(self._places, self._places_tensor)
         # The pipelines replace the forward of `_dist`: nothing may follow it.
@@ -73,7 +79,7 @@ class OwnerInputDist(nn.Module):
     def _sorted(self, features: SentBatch) -> tuple[KeyedJaggedTensor, Tensor]:
         """Sorts N ids by owner, and checks their lengths where the sums of each owner are read."""
         try:
-            by_owner, where = sorted_by_owner(features, self._ranks, self._is_sequence)
+            by_owner, where = sorted_by_owner(features, self._ranks, self._needs_positions)
         except RuntimeError:
             features.length_per_key()  # raises the error of wrong lengths that names the collection
             raise

@@ -6,8 +6,9 @@ The kernel serves one TorchRec table group by one `TableGroup`, hence by one op 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -42,6 +43,8 @@ from torchrec_dyn.table import TableShard
 # Of `fused_params`. The value is a function: TorchRec groups tables by equal fused_params and copies these
 # deeply, and a copy of a function is the function.
 OPTIONS_KEY = "torchrec_dyn"
+# Of `fused_params` of tables with max pooling, their width: TorchRec groups them apart from others.
+MAX_WIDTH_KEY = "torchrec_dyn_max_width"
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ class DynamicKernel(BaseEmbedding):
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in tables])
         self._counts_weights = any(table.config.scores_weights for table in tables)
-        pooling: Any = config.pooling.name.lower()
-        if pooling == "mean" and options[0].rows_are_spread:
-            pooling = "sum"  # of this rank's rows; divided after the output dist (dists.py)
+        pooling: Any = options[0].config.pooling or config.pooling.name.lower()
+        if options[0].rows_are_spread:  # of a mean or maximum, the rest follows the output dist
+            pooling = {"mean": "sum", "max": "sum"}.get(pooling, pooling)
         uses = uses_of([(o.config, s.feature_names) for s, o in zip(shards, options, strict=True)])
         features = [shard.num_features() for shard in shards]
         self.group = TableGroup(tables, features, pooling, options[0].output_dtype, uses)
@@ -360,6 +363,14 @@ def prefetch(
                 steps[kernel] = step
 
 
+def _of_one_width(config: GroupedEmbeddingConfig) -> list[GroupedEmbeddingConfig]:
+    """Returns a group with max pooling as groups of one width, in order: column shards may differ in width."""
+    if MAX_WIDTH_KEY not in (config.fused_params or {}):
+        return [config]
+    runs = groupby(config.embedding_tables, key=attrgetter("local_cols"))
+    return [replace(config, embedding_tables=[*tables]) for _, tables in runs]
+
+
 def kernels_of(lookups: Iterable[Any]) -> Iterator[DynamicKernel]:
     """Yields the kernels of lookups."""
     return chain.from_iterable(lookup._emb_modules for lookup in lookups)
@@ -375,6 +386,7 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
         sharding: Any = self
         groups_per_rank = sharding._grouped_embedding_configs_per_rank
         own = groups_per_rank[sharding._rank]
+        own = [part for config in own for part in _of_one_width(config)]
         lookup = self.lookup_class(own, pg=sharding._pg, device=sharding._device, env=sharding._env)
         if hasattr(sharding, "_intra_pg"):
             lookup.node_size = sharding._intra_pg.size()

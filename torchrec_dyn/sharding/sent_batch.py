@@ -169,13 +169,16 @@ def counts_of(weights: Tensor) -> Tensor:
 
 def check_modes(contexts: Iterable[Any], where: str) -> None:
     """Raises unless all ranks sent a batch in one mode and form, and of whole tables; once a batch."""
-    flags = _received_flags(contexts)
+    by_type = _received_flags(contexts)
+    flags = by_type[-1]
     torn = [rank for rank, number in enumerate(flags) if number & 4]
-    varying = [rank for rank, number in enumerate(flags) if number & 2]
     evaluating = [rank for rank, number in enumerate(flags) if not number & 1]
     if torn:
         raise torn_error(f"the tables of {where} on ranks {torn}")
-    if 0 < len(varying) < len(flags):
+    for flags_of_type in by_type:  # tables whose rows travel always send a size per feature
+        varying = [rank for rank, number in enumerate(flags_of_type) if number & 2]
+        if len(varying) in (0, len(flags)):
+            continue
         raise ValueError(
             f"{where}: expected batches of one form on every rank, got a size per feature on ranks {varying} "
             "and one size on the others. Give stride_per_key_per_rank and inverse_indices on every rank, "
@@ -188,11 +191,11 @@ def check_modes(contexts: Iterable[Any], where: str) -> None:
         )
 
 
-def _received_flags(contexts: Iterable[Any]) -> list[int]:
-    """Returns the flags that each rank sent, and restores TorchRec's contexts."""
-    flags: list[int] = []
+def _received_flags(contexts: Iterable[Any]) -> list[list[int]]:
+    """Returns the flags that each rank sent, for each sharding type, and restores TorchRec's contexts."""
+    flags: list[list[int]] = []
     for context in contexts:
-        flags = [number % 8 for number in context.output_splits]
+        flags.append([number % 8 for number in context.output_splits])
         for name in ("input_splits", "output_splits"):
             if hasattr(context, name):
                 setattr(context, name, [number // 8 for number in getattr(context, name)])

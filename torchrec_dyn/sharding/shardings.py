@@ -7,7 +7,10 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import (
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
@@ -21,7 +24,8 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingShard
 from torchrec.distributed.types import ShardingType
 
 from torchrec_dyn.sharding.dists import OwnerInputDist, SumOverRanks, outputs_by_column
-from torchrec_dyn.sharding.lookups import CreatesLookup, SequenceLookup
+from torchrec_dyn.sharding.lookups import OPTIONS_KEY, CreatesLookup, SequenceLookup, TableOptions
+from torchrec_dyn.sharding.rows_to_bags import BagsOutputDist, IdsInputDist
 
 
 def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingConfig]]) -> None:
@@ -45,8 +49,11 @@ class SpreadsRows(CreatesLookup):
 
     def create_input_dist(self, device: torch.device | None = None) -> OwnerInputDist:
         """Creates the input dist."""
-        stock = super().create_input_dist(device)
-        return OwnerInputDist(stock, self.lookup_class is SequenceLookup)
+        return OwnerInputDist(self.stock_input_dist(device), self.lookup_class is SequenceLookup)
+
+    def stock_input_dist(self, device: torch.device | None) -> Any:
+        """Creates TorchRec's input dist."""
+        return super().create_input_dist(device)
 
     def _get_feature_hash_sizes(self) -> list[int]:
         # Of TorchRec's blocks of ids, some of which are int32. Ours are ranges of mixed ids.
@@ -143,6 +150,50 @@ POOLED_SHARDINGS: Mapping[str, Any] = {
     ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
     ShardingType.GRID_SHARD.value: GridPooled,
 }
+
+
+def sends_rows(info: EmbeddingShardingInfo) -> bool:
+    """Returns True if the rows of a table travel: those of a spread table with max pooling."""
+    assert info.fused_params is not None
+    options: TableOptions = info.fused_params[OPTIONS_KEY](info.embedding_config.name)
+    return options.rows_are_spread and options.config.pooling == "max"
+
+
+class SendsRows(SpreadsRows):
+    """Mixin for the shardings that spread rows, of tables with max pooling."""
+
+    def create_input_dist(self, device: torch.device | None = None) -> IdsInputDist:
+        """Creates the input dist, which sends ids one by one."""
+        return IdsInputDist(self.stock_input_dist(device))
+
+    def create_output_dist(self, device: torch.device | None = None) -> BagsOutputDist:
+        """Creates the output dist, which sends rows."""
+        return BagsOutputDist(self, super().create_output_dist(device))
+
+
+class RowWiseMax(SendsRows, RowWisePooled):
+    """Rows spread over all ranks."""
+
+
+class TableRowWiseMax(SendsRows, TableRowWisePooled):
+    """Rows spread over the ranks of one node."""
+
+
+class GridMax(SendsRows, GridPooled):
+    """Column ranges of tables on nodes; the rows of a range are spread over the ranks of its node."""
+
+
+_ROW_SENDING_SHARDINGS: Mapping[str, Any] = {
+    ShardingType.ROW_WISE.value: RowWiseMax,
+    ShardingType.TABLE_ROW_WISE.value: TableRowWiseMax,
+    ShardingType.GRID_SHARD.value: GridMax,
+}
+
+
+def pooled_sharding_of(info: EmbeddingShardingInfo) -> Any:
+    """Returns the class of the sharding of a pooled table, as its plan and its pooling need."""
+    shardings = _ROW_SENDING_SHARDINGS if sends_rows(info) else POOLED_SHARDINGS
+    return shardings[info.param_sharding.sharding_type]
 
 
 class TableWiseSequence(CreatesLookup, TwSequenceEmbeddingSharding):
