@@ -1,7 +1,5 @@
 """MAX pooling is the unsharded one in every mix of plans: outputs and rows, to the bit."""
 
-from typing import Any
-
 import pytest
 import workers
 from sharded_cases import POOLED, SPREAD_ROWS, Case, Table, shard_by_hand, usual_plan

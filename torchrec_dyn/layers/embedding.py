@@ -6,6 +6,7 @@ Legend: N values of the input, K ids looked up, B bags, L ids of a bag, T the le
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,6 @@ from torchrec_dyn.layers.inputs import (
     read_ids,
     values_of,
 )
-from torchrec_dyn.lookup import largest_rows
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -187,7 +187,7 @@ class DynamicEmbeddingBag(OneTable):
     The output of an empty bag is zeros. The looked-up rows and the weights get gradients.
 
     `collection` is a collection of one table. DistributedModelParallel shards it with the sharder of its
-    type: `DynamicEmbeddingBagCollectionSharder`, or, with "max", "tile" or `weight_gradients`,
+    type: `DynamicEmbeddingBagCollectionSharder`, or, with "tile" or `weight_gradients`,
     `DynamicEmbeddingCollectionSharder`. Then ranks send one row per id, not per bag.
 
     Args:
@@ -238,7 +238,7 @@ class DynamicEmbeddingBag(OneTable):
                 "Make the module with is_weighted=True."
             )
         chosen = dynamic_config_by_table(dynamic, [name], self.where)[name]
-        self._sends_rows = mode in ("max", "tile") or weight_gradients
+        self._sends_rows = mode == "tile" or weight_gradients
         if self._sends_rows or not is_weighted:
             check_unscored(chosen, self.where)
         self.mode = mode
@@ -252,6 +252,8 @@ class DynamicEmbeddingBag(OneTable):
             "feature_names": [name],
             "data_type": data_type,
         }
+        if mode == "max":
+            dynamic = replace(chosen, pooling="max")
         rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
         # A separate module before the collection: see DynamicEmbedding.
         self.read_input = BagReader(
@@ -286,7 +288,7 @@ class DynamicEmbeddingBag(OneTable):
         is_sharded = isinstance(self.collection, ShardedModule)
         read = self.read_input(ids, weights, is_sharded)
         output = self.collection(read[0])
-        return _bags_of(output, read[1], self.name, self._sends_rows, self.mode, self.tile_length)
+        return _bags_of(output, read[1], self.name, self._sends_rows, self.tile_length)
 
     def extra_repr(self) -> str:
         """Returns the arguments for printing, like torch.nn.EmbeddingBag."""
@@ -339,7 +341,7 @@ def _in_shape_of(source: Input, output: Any, kept: Tensor | None, name: str) -> 
 
 @torch.fx.wrap
 def _bags_of(
-    output: Any, bags: InputBags, name: str, sends_rows: bool, mode: str, tile_length: int | None
+    output: Any, bags: InputBags, name: str, sends_rows: bool, tile_length: int | None
 ) -> Tensor:
     """Returns pooled rows, `[*shape, D]`, or tiles, `[*shape, T * D]`, zeros where a tile has no row."""
     if not sends_rows:
@@ -347,8 +349,6 @@ def _bags_of(
         return pooled.view(*bags.shape, pooled.shape[1])
     rows = output[name].values()
     columns = rows.shape[1]
-    if mode == "max":
-        return largest_rows(rows, bags.lengths).view(*bags.shape, columns)
     if tile_length is None:  # here: weights get gradients
         pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)
         return pooled.view(*bags.shape, columns)

@@ -182,8 +182,8 @@ def _check_options(config: BaseEmbeddingConfig, dynamic: object, where: str) -> 
     if options.pooling is not None and getattr(config, "pooling", None) != PoolingType.SUM:
         got = getattr(config, "pooling", "none")
         raise ValueError(
-            f"{where}: expected pooling={options.pooling!r} for a table of a pooled collection whose config has "
-            f"pooling SUM, got {type(config).__name__} with pooling {got}. Leave one of the two out."
+            f"{where}: expected pooling={options.pooling!r} for a table of a pooled collection whose config "
+            f"has pooling SUM, got {type(config).__name__} with pooling {got}. Leave one of the two out."
         )
     features = list(config.feature_names) or [config.name]
     for use in options.features:

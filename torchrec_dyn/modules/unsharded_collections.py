@@ -363,8 +363,8 @@ def _check_weights(poolings: Sequence[str], is_weighted: bool, where: str) -> No
     """Raises ValueError if bags have weights and a maximum."""
     if is_weighted and "max" in poolings:
         raise ValueError(
-            f"{where}: expected is_weighted=False with pooling max, got True. A maximum takes no weights, as in "
-            "torch.nn.EmbeddingBag: put these tables into a collection of their own."
+            f"{where}: expected is_weighted=False with pooling='max', as in torch.nn.EmbeddingBag, got True. "
+            "Put these tables into a collection of their own."
         )
 
 

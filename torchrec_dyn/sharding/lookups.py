@@ -364,7 +364,7 @@ def prefetch(
 
 
 def _of_one_width(config: GroupedEmbeddingConfig) -> list[GroupedEmbeddingConfig]:
-    """Returns a group with max pooling as groups of one width, in order: column shards may differ in width."""
+    """Returns a group with max pooling as groups of one width, in order: column shards may differ in it."""
     if MAX_WIDTH_KEY not in (config.fused_params or {}):
         return [config]
     runs = groupby(config.embedding_tables, key=attrgetter("local_cols"))

@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import largest_rows, pooled_output
 from torchrec_dyn.sharding.dists import OwnerInputDist
-from torchrec_dyn.sharding.sent_batch import SentBatch, sent_batch
+from torchrec_dyn.sharding.sent_batch import SentBatch
 from torchrec_dyn.storage import host_numbers
 
 
@@ -72,7 +72,9 @@ class IdsInputDist(OwnerInputDist):
 
     def __init__(self, stock: Any) -> None:
         super().__init__(stock, needs_positions=True)
-        self._dist._stagger = 1  # arrive by rank also within nodes: rows are sent back without a stop there
+        self._dist._stagger = (
+            1  # arrive by rank also within nodes: rows are sent back without a stop there
+        )
 
     def forward(self, features: SentBatch) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sorts the ids by owner and sends them."""
