@@ -9,32 +9,41 @@ from mixed_cases import (
     SGD,
     batch,
     leaf_rows,
+    options_of,
     pooled_by_hand,
     some_grad,
     tables,
 )
 from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
 
 BLOCKS = {"a": 2, "b": 4, "c": 8}  # c has the full width
 
 
-def collection(pooling=PoolingType.SUM, **options):
+def collection(pooling="SUM", **options):
     torch.manual_seed(1)
-    return dyn.BlockEmbeddingBagCollection(tables(pooling), BLOCKS, fused_params=SGD, **options)
+    options = {**options_of(pooling), "fused_params": SGD, **options}
+    return dyn.BlockEmbeddingBagCollection(tables(pooling), BLOCKS, **options)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+def handle(ours, name):
+    """Returns a table of the pooled collection, or of those whose rows are looked up one by one."""
+    groups = [ours.rows, *ours.rows_of_max.values()]
+    return next(one.table(name) for one in groups if name in one.dynamic_configs())
+
+
+CASES = [("SUM", False), ("SUM", True), ("MEAN", False), ("MEAN", True), ("MAX", False)]
+
+
+@pytest.mark.parametrize(("pooling", "weighted"), CASES)
 def test_it_is_pooling_of_projected_rows_forward_and_backward(pooling, weighted):
     ours = collection(pooling, is_weighted=weighted)
     features = batch(weighted=weighted)
     output = ours(features)
     known = {name: torch.unique(_ids_of(features, name)) for name in BLOCKS}
-    rows = {name: leaf_rows(ours.rows.table(name), known[name]) for name in BLOCKS}
+    rows = {name: leaf_rows(handle(ours, name), known[name]) for name in BLOCKS}
     matrices = {
         name: copy.deepcopy(one.weight).requires_grad_()
         for name, one in ours.projections.tables.items()
@@ -48,7 +57,7 @@ def test_it_is_pooling_of_projected_rows_forward_and_backward(pooling, weighted)
         found = rows[table][torch.searchsorted(known[table], theirs[feature].values())]
         return found @ matrices[table].T if table in matrices else found
 
-    expected = torch.cat(pooled_by_hand(theirs, pooling == PoolingType.MEAN, row_of), dim=1)
+    expected = torch.cat(pooled_by_hand(theirs, pooling, row_of), dim=1)
     torch.testing.assert_close(output.values(), expected)
 
     gradient = some_grad(expected)
@@ -57,7 +66,7 @@ def test_it_is_pooling_of_projected_rows_forward_and_backward(pooling, weighted)
     for name, matrix in matrices.items():
         torch.testing.assert_close(ours.projections.tables[name].weight.grad, matrix.grad)
     for name, before in rows.items():
-        learnt, _ = ours.rows.table(name).lookup(known[name])
+        learnt, _ = handle(ours, name).lookup(known[name])
         torch.testing.assert_close(learnt, before.detach() - 0.5 * before.grad)
     if weighted:
         torch.testing.assert_close(features.weights().grad, weights.grad)

@@ -35,7 +35,7 @@ RATE = 0.2
 
 
 def collection_of(kind: str, weighted: bool = False, device: str | None = None) -> nn.Module:
-    """Returns the collection of a kind: "block" or an op of quotient-remainder."""
+    """Returns the collection of a kind: "block" or an op of quotient-remainder, and " max" for two tables."""
     configs = tables()
     configs[1].pooling = PoolingType.MEAN
     options: dict[str, Any] = {
@@ -43,6 +43,9 @@ def collection_of(kind: str, weighted: bool = False, device: str | None = None) 
         "device": device,
         "fused_params": dict(ADAGRAD),
     }
+    kind, is_max = kind.removesuffix(" max"), kind.endswith(" max")
+    if is_max:
+        options["dynamic"] = dict.fromkeys("ac", dyn.DynamicTableConfig(pooling="max"))
     if kind == "block":
         return dyn.BlockEmbeddingBagCollection(configs, {"a": 2, "b": 4, "c": 8}, **options)
     buckets = {"a": 7, "b": 2**32, "c": 10}
@@ -223,7 +226,7 @@ MIXED = ["row_wise", "table_wise", "column_wise"]
 
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("plan", [["table_wise"], ["row_wise"], ["column_wise"], MIXED])
-@pytest.mark.parametrize("kind", ["block", "mult"])
+@pytest.mark.parametrize("kind", ["block", "mult", "block max", "mult max"])
 def test_two_ranks_train_as_one(kind: str, plan: list[str]) -> None:
     assert min(run(check_trains_as_unsharded, kind, plan, [5, 3], False, world_size=2)) > 50
 
@@ -254,7 +257,7 @@ def test_two_nodes_of_two_ranks(kind: str, plan: list[str]) -> None:
     assert min(rows) > 50
 
 
-@pytest.mark.parametrize("kind", ["block", *OPS])
+@pytest.mark.parametrize("kind", ["block", "block max", "mult max", *OPS])
 def test_a_batch_size_per_feature(kind: str) -> None:
     assert min(run(train_varied, kind, MIXED, world_size=2)) > 10
 
@@ -273,6 +276,7 @@ AHEAD: dict[str, Any] = {"pipeline_postproc": True}
         ("mult", "TrainPipelineSparseDist", {}, 0),
         ("mult", "TrainPipelineSparseDist", AHEAD, 2),
         ("concat", "TrainPipelineSparseDist", AHEAD, 2),
+        ("block max", "TrainPipelineSparseDist", AHEAD, 2),
     ],
 )
 def test_pipelines(kind: str, pipeline: str, options: dict[str, Any], run_ahead: int) -> None:
@@ -286,7 +290,7 @@ def test_pipelines(kind: str, pipeline: str, options: dict[str, Any], run_ahead:
 # Served: the inner collections are replaced
 
 
-@pytest.mark.parametrize("kind", ["block", "mult", "concat"])
+@pytest.mark.parametrize("kind", ["block", "mult", "concat", "block max", "mult max"])
 def test_served_rows_in_the_place_of_trained_ones(kind: str, tmp_path: Path) -> None:
     model = collection_of(kind)
     for step in range(2):
@@ -297,11 +301,13 @@ def test_served_rows_in_the_place_of_trained_ones(kind: str, tmp_path: Path) -> 
     quietly(dcp.save, {"model": model.state_dict()}, checkpoint_id=tmp_path / "saved")
     folder = tmp_path / "served"
     serving.build(tmp_path / "saved", folder)
-    if kind == "block":
+    groups = [model.rows]
+    if kind.startswith("block"):
         configs = model.rows.embedding_bag_configs()
         model.rows = serving.ServingEmbeddingBagCollection(folder, configs)
-    else:
-        for width, one in model.rows.items():
-            model.rows[width] = serving.ServingEmbeddingCollection(folder, one.embedding_configs())
+        groups = [model.rows_of_max]
+    for of_width in groups:
+        for width, one in of_width.items():
+            of_width[width] = serving.ServingEmbeddingCollection(folder, one.embedding_configs())
     assert expected.abs().sum() > 0
     assert torch.equal(model(batch(0)).values(), expected)

@@ -9,6 +9,7 @@ from mixed_cases import (
     SGD,
     batch,
     leaf_rows,
+    options_of,
     pooled_by_hand,
     some_grad,
     tables,
@@ -22,10 +23,10 @@ from torchrec_dyn.layers.quotient_remainder import PAIR_OPS, quotient_and_remain
 every_op = pytest.mark.parametrize("op", PAIR_OPS)
 
 
-def collection(op="mult", pooling=PoolingType.SUM, **options):
-    return dyn.QuotientRemainderEmbeddingBagCollection(
-        tables(pooling), {"a": 7, "b": 2**32, "c": 2}, op, fused_params=SGD, **options
-    )
+def collection(op="mult", pooling="SUM", **options):
+    options = {**options_of(pooling), "fused_params": SGD, **options}
+    buckets = {"a": 7, "b": 2**32, "c": 2}
+    return dyn.QuotientRemainderEmbeddingBagCollection(tables(pooling), buckets, op, **options)
 
 
 DIVISOR = {"a": 7, "b": 2**32, "c": 2}
@@ -45,8 +46,10 @@ def parts_of(ids, table) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize(
+    ("pooling", "weighted"),
+    [("SUM", False), ("SUM", True), ("MEAN", False), ("MEAN", True), ("MAX", False)],
+)
 @every_op
 def test_pairs_are_put_together_before_pooling_forward_and_backward(op, pooling, weighted):
     ours = collection(op, pooling, is_weighted=weighted)
@@ -76,7 +79,7 @@ def test_pairs_are_put_together_before_pooling_forward_and_backward(op, pooling,
             "concat": lambda: torch.cat([quotients, remainders], 1),
         }[op]()
 
-    expected = torch.cat(pooled_by_hand(theirs, pooling == PoolingType.MEAN, row_of), dim=1)
+    expected = torch.cat(pooled_by_hand(theirs, pooling, row_of), dim=1)
     torch.testing.assert_close(output.values(), expected)
 
     gradient = some_grad(expected)

@@ -11,17 +11,26 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
+import torchrec_dyn as dyn
+
 IDS = [0, 1, -1, 2**63 - 1, -(2**63), 10**15, -(10**12), 2**32, 2**31, *range(50, 80)]
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
 ADAGRAD = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+
 FEATURES = ["h", "g", "f"]  # not in the order of the tables
 OUTPUTS = [("a", "g"), ("a", "f"), ("b", "g"), ("c", "h")]
 
 
-def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
+def options_of(pooling: str) -> dict[str, Any]:
+    """Returns the options of collections whose tables are pooled by "SUM", "MEAN" or "MAX"."""
+    return {"dynamic": dyn.DynamicTableConfig(pooling="max")} if pooling == "MAX" else {}
+
+
+def tables(pooling: str = "SUM") -> list[EmbeddingBagConfig]:
     """Returns three tables of two widths; one table has two features, and one feature has two tables."""
+    kind = PoolingType.MEAN if pooling == "MEAN" else PoolingType.SUM
     return [
-        EmbeddingBagConfig(1000, width, name, feature_names=features, pooling=pooling)
+        EmbeddingBagConfig(1000, width, name, feature_names=features, pooling=kind)
         for name, width, features in (("a", 8, ["g", "f"]), ("b", 12, ["g"]), ("c", 8, ["h"]))
     ]
 
@@ -46,9 +55,9 @@ def leaf_rows(table: Any, ids: Tensor) -> Tensor:
 
 
 def pooled_by_hand(
-    features: KeyedJaggedTensor, mean: bool, row_of: Callable[[str, str], Tensor]
+    features: KeyedJaggedTensor, pooling: str, row_of: Callable[[str, str], Tensor]
 ) -> list[Tensor]:
-    """Pools bag by bag in plain torch; returns each output, [bags, columns]."""
+    """Pools bag by bag in plain torch, "SUM", "MEAN" or "MAX"; returns each output, [bags, columns]."""
     outputs = []
     for table, feature in OUTPUTS:
         jagged = features[feature]
@@ -57,7 +66,10 @@ def pooled_by_hand(
             rows = rows * jagged.weights()[:, None]
         bags = []
         for bag in torch.split(rows, jagged.lengths().tolist()):
-            bags.append(bag.sum(0) / (max(1, len(bag)) if mean else 1))
+            if pooling == "MAX" and len(bag):
+                bags.append(bag.max(0).values)
+            else:
+                bags.append(bag.sum(0) / (max(1, len(bag)) if pooling == "MEAN" else 1))
         outputs.append(torch.stack(bags) if bags else rows.new_zeros(0, rows.shape[1]))
     return outputs
 

@@ -25,11 +25,16 @@ INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNorma
 
 
 def table_config(
-    table: str, embedding_dim: int, seed: int, dtype: torch.dtype, initializer: Initializer
+    table: str,
+    embedding_dim: int,
+    seed: int,
+    dtype: torch.dtype,
+    initializer: Initializer,
+    pooling: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the config of a table, which describes its rows."""
+    """Returns the config of a table, which describes its rows; `pooling` is that of its options."""
     fields = dataclasses.asdict(initializer)
-    return {
+    config = {
         "format": FORMAT,
         "table": table,
         "embedding_dim": embedding_dim,
@@ -37,6 +42,7 @@ def table_config(
         "rows": str(dtype).removeprefix("torch."),
         "initializer": {"name": type(initializer).__name__, **fields},
     }
+    return {**config, "pooling": pooling} if pooling else config
 
 
 def optimizer_config(optimizer: RowOptimizer, cuts: list[int]) -> dict[str, Any]:

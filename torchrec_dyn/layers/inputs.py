@@ -8,14 +8,18 @@ of a dense tensor is the bag.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.modules import as_int64, check_not_traced
+from torchrec_dyn.lookup import largest_rows
+from torchrec_dyn.modules import FeatureIds, FeatureReader, as_int64, check_not_traced
+from torchrec_dyn.storage import host_numbers
 
 Input: TypeAlias = Tensor | JaggedTensor
 
@@ -197,6 +201,44 @@ def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([name], ids, lengths=lengths, stride=1)
 
 
+class Part(NamedTuple):
+    """The ids of one table, to be looked up one by one."""
+
+    group: str  # of tables that share a collection
+    features: list[str]
+    ids: Tensor  # [sum of counts] int64, feature after feature
+    counts: list[int]
+
+
+def one_bag_each(parts: Sequence[Part]) -> dict[str, KeyedJaggedTensor]:
+    """Returns the ids of each group; all ids of a feature are one bag, so features may differ in bags."""
+    groups: dict[str, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(part.group, []).append(part)
+    return {
+        group: KeyedJaggedTensor(
+            keys=[name for part in members for name in part.features],
+            values=torch.cat([part.ids for part in members]),
+            lengths=host_numbers([count for part in members for count in part.counts]).to(
+                members[0].ids.device, non_blocking=True
+            ),
+            stride=1,
+        )
+        for group, members in groups.items()
+    }
+
+
+def read_bags(features: KeyedJaggedTensor, read: FeatureReader) -> FeatureIds:
+    """Checks a batch of bags whose rows are pooled outside their collection, and returns its ids."""
+    found = read(maybe_td_to_kjt(features, None))
+    if found.varies and features.inverse_indices_or_none() is None:
+        raise ValueError(
+            f"{read.where}: expected as many bags for each feature, got {found.batch_sizes}. "
+            "Pass inverse_indices in the KeyedJaggedTensor."
+        )
+    return found
+
+
 class BagReader(nn.Module):
     """A module that converts bags to a feature; it has the arguments of DynamicEmbeddingBag.
 
@@ -296,6 +338,13 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
     # `unsafe`: torch does not check the lengths again. The host would wait for this check.
     pooled = torch.segment_reduce(terms, "sum", lengths=lengths, axis=0, unsafe=True)
     return (pooled / lengths.clamp(min=1)[:, None] if mean else pooled).to(rows.dtype)
+
+
+def pooled_by(pooling: str, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    """Returns the pooled rows of bags, [B, columns], as `pooled_rows`; "max" takes no weights."""
+    if pooling == "max":
+        return largest_rows(rows, lengths)
+    return pooled_rows(rows, lengths, weights, mean=pooling == "mean")
 
 
 def shares(weights: Tensor, lengths: Tensor) -> Tensor:

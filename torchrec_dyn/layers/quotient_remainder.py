@@ -8,13 +8,13 @@ Legend: N ids of a feature, B its bags, D the columns of all outputs together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -22,16 +22,18 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Uniform
-from torchrec_dyn.layers.inputs import check_unscored, pooled_rows
+from torchrec_dyn.layers.inputs import Part, check_unscored, one_bag_each, pooled_by, read_bags
 from torchrec_dyn.modules import (
     DynamicEmbeddingCollection,
     FeatureReader,
+    check_unweighted,
     checked_configs,
     dynamic_config_by_table,
     initializer_of,
     number_by_table,
     outputs_by_sample,
     pooled_outputs,
+    pooling_of,
 )
 from torchrec_dyn.name_lists import listed
 
@@ -103,9 +105,13 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if most_quotients is not None:
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
-        chosen = _dynamic_configs(dynamic, pairs, where)
+        given = dynamic_config_by_table(dynamic, _all_names(pairs, where), where)
+        poolings = [pooling_of(config, given[config.name]) for config in self._configs]
+        check_unweighted(poolings, is_weighted, where)
+        own = set(dynamic) if isinstance(dynamic, Mapping) else set()
+        chosen = _dynamic_configs(given, own, pairs, where)
         read = FeatureReader(self._configs, is_weighted, where)
-        self.ids = QuotientRemainderIds(pairs, read, where)
+        self.ids = QuotientRemainderIds(pairs, read)
         groups: dict[str, list[TablePair]] = {}
         for pair in pairs:
             groups.setdefault(pair.group, []).append(pair)
@@ -115,7 +121,7 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 for group, members in groups.items()
             }
         )
-        self.pooling = PooledPairs(pairs, read)
+        self.pooling = PooledPairs(pairs, poolings, read)
 
     @forward_of_tables
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -157,18 +163,23 @@ def _check_op(op: str, configs: Sequence[EmbeddingBagConfig], where: str) -> Non
 
 
 def _dynamic_configs(
-    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
+    given: Mapping[str, DynamicTableConfig],
+    own: Container[str],
     pairs: Sequence[TablePair],
     where: str,
 ) -> dict[str, DynamicTableConfig]:
-    """Returns the options of each dynamic table; the default initializer is that of the *user's* config."""
-    given = dynamic_config_by_table(dynamic, _all_names(pairs, where), where)
-    own = set(dynamic) if isinstance(dynamic, Mapping) else set()
+    """Returns the options of each dynamic table; the default initializer is that of the *user's* config.
+
+    given: by name of a table or a dynamic table; those of the names `own` have priority.
+    """
     chosen = {}
     for pair in pairs:
         quotient, _ = pair.tables
         for table in pair.tables:
-            options = given[table] if table in own else given[pair.config.name]
+            # Pooled here, after the two rows are combined.
+            options = (
+                given[table] if table in own else replace(given[pair.config.name], pooling=None)
+            )
             is_factor = pair.op == "mult" and table == quotient
             if is_factor and not (table in own and options.initializer):
                 options = replace(options, initializer=_FACTORS)
@@ -254,10 +265,9 @@ class TablePair:
 class QuotientRemainderIds(nn.Module):
     """A module that divides ids into features; it has no parameters, so pipelines may run it ahead."""
 
-    def __init__(self, pairs: Sequence[TablePair], read: FeatureReader, where: str) -> None:
+    def __init__(self, pairs: Sequence[TablePair], read: FeatureReader) -> None:
         super().__init__()
         self._pairs = list(pairs)
-        self._where = where
         self._read = read
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, KeyedJaggedTensor]:
@@ -265,16 +275,8 @@ class QuotientRemainderIds(nn.Module):
 
         A lookup of rows needs no bags, so features may differ in their number of bags.
         """
-        features = maybe_td_to_kjt(features, None)
-        read = self._read(features)
-        if read.varies and features.inverse_indices_or_none() is None:
-            raise ValueError(
-                f"{self._where}: expected as many bags for each feature, got {read.batch_sizes}. "
-                "Pass inverse_indices in the KeyedJaggedTensor."
-            )
-        keys: dict[str, list[str]] = {pair.group: [] for pair in self._pairs}
-        values: dict[str, list[Tensor]] = {pair.group: [] for pair in self._pairs}
-        lengths: dict[str, list[int]] = {pair.group: [] for pair in self._pairs}
+        read = read_bags(features, self._read)
+        parts: list[Part] = []
         position = 0
         for pair in self._pairs:
             counts = read.counts[position : position + len(pair.config.feature_names)]
@@ -283,21 +285,9 @@ class QuotientRemainderIds(nn.Module):
             for table, numbers in zip(
                 pair.tables, quotient_and_remainder(ids, pair.divisor), strict=True
             ):
-                keys[pair.group] += pair.features(table)
-                values[pair.group].append(numbers)
-                lengths[pair.group] += counts
+                parts.append(Part(pair.group, pair.features(table), numbers, counts))
             position += len(counts)
-        return {
-            group: KeyedJaggedTensor(
-                keys=names,
-                values=torch.cat(values[group]),
-                lengths=torch.tensor(lengths[group], device="cpu").to(
-                    read.ids.device, non_blocking=True
-                ),
-                stride=1,
-            )
-            for group, names in keys.items()
-        }
+        return one_bag_each(parts)
 
 
 def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
@@ -319,14 +309,16 @@ def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
 class PooledPairs(nn.Module):
     """A module that combines the two rows of each id and pools the rows of a batch."""
 
-    def __init__(self, pairs: Sequence[TablePair], read: FeatureReader) -> None:
+    def __init__(
+        self, pairs: Sequence[TablePair], poolings: Sequence[str], read: FeatureReader
+    ) -> None:
         super().__init__()
         configs = [pair.config for pair in pairs]
         self._read = read
-        # For each output: its pair, and the features of the two tables.
+        # For each output: its pair and its pooling, and the features of the two tables.
         self._outputs = [
-            (pair, *features)
-            for pair in pairs
+            (pair, pooling, *features)
+            for pair, pooling in zip(pairs, poolings, strict=True)
             for features in zip(*(pair.features(table) for table in pair.tables), strict=True)
         ]
         self._names, self._columns, self._features = pooled_outputs(configs)
@@ -342,7 +334,8 @@ class PooledPairs(nn.Module):
         if read.weights is not None:
             weights = torch.split(read.weights, read.counts)
         pooled = [
-            pooled_rows(
+            pooled_by(
+                pooling,
                 _one_row(
                     rows[pair.group][quotient].values(),
                     rows[pair.group][remainder].values(),
@@ -350,9 +343,8 @@ class PooledPairs(nn.Module):
                 ),
                 bag_lengths,
                 bag_weights,
-                pair.config.pooling == PoolingType.MEAN,
             )
-            for (pair, quotient, remainder), bag_lengths, bag_weights in zip(
+            for (pair, pooling, quotient, remainder), bag_lengths, bag_weights in zip(
                 self._outputs, lengths, weights, strict=True
             )
         ]

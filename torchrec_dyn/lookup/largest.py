@@ -54,16 +54,22 @@ def largest_rows(rows: Tensor, lengths: Tensor, places: Tensor | None = None) ->
     return largest
 
 
+def largest_of_bags(rows: Tensor, places: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest values and the rows that have them, [B, columns] each; bags as offsets [B + 1]."""
+    largest, _, _, where = torch.embedding_bag(
+        rows, places, offsets, mode=_MAX, include_last_offset=True
+    )
+    return largest, where
+
+
 class _Largest(torch.autograd.Function):
     """The forward of torch.nn.EmbeddingBag; torch's backward refuses to be deterministic on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Tensor, places: Tensor) -> Tensor:
-        largest, _, _, places_of_largest = torch.embedding_bag(
-            rows, places, complete_cumsum(lengths), mode=_MAX, include_last_offset=True
-        )
+        largest, where = largest_of_bags(rows, places, complete_cumsum(lengths))
         nowhere = (lengths == 0).unsqueeze(1)  # torch says 0 for an empty bag
-        ctx.save_for_backward(places_of_largest.masked_fill(nowhere, len(rows)))
+        ctx.save_for_backward(where.masked_fill(nowhere, len(rows)))
         ctx.rows = len(rows)
         return largest
 

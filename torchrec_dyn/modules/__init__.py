@@ -42,11 +42,13 @@ from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,
     check_unprocessed,
+    check_unweighted,
     checked_configs,
     dynamic_config_by_table,
     initializer_of,
     number_by_table,
     pooled_outputs,
+    pooling_of,
     row_dtype,
     with_row_dtype,
 )

@@ -246,6 +246,15 @@ def pooling_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> str:
     return dynamic.pooling or ("none" if pooling is None else pooling_type_to_str(pooling))
 
 
+def check_unweighted(poolings: Sequence[str], is_weighted: bool, where: str) -> None:
+    """Raises ValueError if bags have weights and a maximum."""
+    if is_weighted and "max" in poolings:
+        raise ValueError(
+            f"{where}: expected is_weighted=False with pooling='max', as in torch.nn.EmbeddingBag, got True. "
+            "Put these tables into a collection of their own."
+        )
+
+
 def row_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
     """Returns the dtype of the table's rows."""
     return data_type_to_dtype(config.data_type)

@@ -31,6 +31,7 @@ from torchrec_dyn.modules.description import Description
 from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.optimizer_choice import check_fused_params
 from torchrec_dyn.modules.table_configs import (
+    check_unweighted,
     checked_configs,
     dynamic_config_by_table,
     pooled_outputs,
@@ -73,7 +74,7 @@ class UnshardedCollection(FusedOptimizerModule):
         ]
         setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
         poolings = [pooling_of(config, options[config.name]) for config in configs]
-        _check_weights(poolings, is_weighted, where)
+        check_unweighted(poolings, is_weighted, where)
         self.unsharded_lookup = UnshardedLookup(tables, poolings, holder)
         is_scored = any(table.dynamic.scores_weights for table in tables)
         self._read = FeatureReader(configs, is_weighted, where, is_scored)
@@ -357,15 +358,6 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
     def without_rows(self) -> DynamicEmbeddingBagCollection:
         """Returns the same collection without rows, on the meta device."""
         return self._without_rows(DynamicEmbeddingBagCollection, is_weighted=self._is_weighted)
-
-
-def _check_weights(poolings: Sequence[str], is_weighted: bool, where: str) -> None:
-    """Raises ValueError if bags have weights and a maximum."""
-    if is_weighted and "max" in poolings:
-        raise ValueError(
-            f"{where}: expected is_weighted=False with pooling='max', as in torch.nn.EmbeddingBag, got True. "
-            "Put these tables into a collection of their own."
-        )
 
 
 def outputs_by_sample(

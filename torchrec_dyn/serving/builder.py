@@ -194,6 +194,7 @@ def _serve(
             trained_as=str(table.last.config["rows"]),
             initializer=dict(table.last.config["initializer"]),
             seed=int(table.last.config["seed"]),
+            pooling=str(table.last.config.get("pooling", "")),
             num_rows=table.num_rows,
             capacity=slots_for(table.num_rows),
             key=new_key(),

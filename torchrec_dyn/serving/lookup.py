@@ -24,6 +24,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
 from torchrec_dyn.initializers import table_key
+from torchrec_dyn.lookup import largest_of_bags
 from torchrec_dyn.serving.generation import (
     ALL_ROWS,
     BLOCK_SHIFT,
@@ -105,10 +106,15 @@ class ServedLookup(nn.Module):
         means = [getattr(config, "pooling", None) == PoolingType.MEAN for config in configs]
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
         self._lay_out()
+        types = {"int8": torch.int8, "int4": INT4}
         self._nbit = nn.ModuleDict(
+            {name: NBitPooling(self._columns, dtype) for name, dtype in types.items()}
+        )
+        self._one_by_one = nn.ModuleDict(
             {
-                "int8": NBitPooling(self._columns, torch.int8),
-                "int4": NBitPooling(self._columns, INT4),
+                f"{name} {columns}": NBitPooling([columns], dtype)
+                for name, dtype in types.items()
+                for columns in set(self._columns)
             }
         )
         self.serves_initial = unseen == "initial"
@@ -178,7 +184,8 @@ class ServedLookup(nn.Module):
         weights [N] float32 or None.
         """
         # Read once: refresh may replace it at any time.
-        served = self.given or self.generation.tensors()
+        generation = self.generation
+        served = self.given or generation.tensors()
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         table_offsets = offsets[self._first_feature * batch]
         rows, absent = served.find(ids, table_offsets)
@@ -195,7 +202,48 @@ class ServedLookup(nn.Module):
         if any(self._means):
             lengths = offsets.diff().view(self._features, batch).t().clamp(min=1)
             out = out / torch.where(self._is_sum, 1, lengths)[:, self._feature_of_column]
+        if any(table.pooling for table in generation.tables):
+            out = self._with_largest(out, generation, served, ids, rows, offsets)
         return out
+
+    def _with_largest(
+        self,
+        out: Tensor,
+        generation: Generation,
+        served: ServedTensors,
+        ids: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+    ) -> Tensor:
+        """Returns the output [B, sum of D] with the largest values of the bags whose table has max pooling."""
+        batch, parts = out.shape[0], [*out.split(self._columns, dim=1)]
+        bounds = offsets[torch.arange(self._features + 1, device="cpu") * batch]
+        counts = counts_between(bounds, ids)
+        by_feature = zip(ids.split(counts), rows.split(counts), strict=True)
+        for f, (feature_ids, feature_rows) in enumerate(by_feature):
+            table = self._table_numbers[f]
+            if not generation.tables[table].pooling:
+                continue
+            values = self._rows_of(served, table, feature_rows)
+            if self.serves_initial:
+                initial = generation.unseen[table](feature_ids)
+                values = torch.where(feature_rows.unsqueeze(1) < 0, initial, values)
+            begins = offsets[f * batch : (f + 1) * batch + 1] - bounds[f]
+            places = torch.arange(values.shape[0], device="cpu")
+            parts[f], _ = largest_of_bags(values, places, begins)
+        return torch.cat(parts, dim=1)
+
+    def _rows_of(self, served: ServedTensors, table: int, rows: Tensor) -> Tensor:
+        """Returns rows [M, D] float32 of one table, zeros for -1."""
+        columns = self._configs[table].embedding_dim
+        if served.nbit:
+            return cast(Tensor, self._one_by_one[f"{served.nbit} {columns}"](served.rows, rows, None))
+        segments = torch.tensor([[0, 0, 1, 0, columns]], device="cpu")
+        segments = segments * torch.tensor([1, 1, rows.shape[0], 1, 1], device="cpu")
+        return ops.gather_pool(
+            rows, None, None, served.blocks, served.layout[table : table + 1], segments, False,
+            rows.shape[0] * columns, torch.float32,
+        ).view(-1, columns)  # fmt: skip
 
     def sequences(self, ids: Tensor, feature_offsets: Tensor) -> Tensor:
         """Returns the rows of ids, [N, D] float32; all tables have the same width.

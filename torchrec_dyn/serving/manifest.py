@@ -79,6 +79,7 @@ class ServedTable:
     row_sum: int = 0  # content sum of the encoded rows
     num_rows: int = 0  # ids with a row
     first_slot: int = 0  # of its map in `slots`
+    pooling: str = ""  # "max"; else that of the config with which it is served
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ class Manifest:
     def to_json(self) -> str:
         """Returns the text of the manifest file."""
         values = {"format": _FORMAT, **dataclasses.asdict(self)}
+        for table in values["tables"].values():
+            if not table["pooling"]:  # a version before max pooling can read the others
+                del table["pooling"]
         return json.dumps({"digest": _digest_of(values), **values}, indent=1, sort_keys=True)
 
 
