@@ -3,6 +3,7 @@
 import io
 import logging
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from torchrec_dyn.serving.export import export_with_tables
 
 A = Plain("a", 16).with_random(range(-50, 50))
 B = Plain("b", 16).with_random([2**63 - 1, -(2**63), 7, 9], seed=1)
+C = Plain("c", 8)
 EMPTY = Plain("c", 16)
 IDS = [*range(-60, 60), 2**63 - 1, -(2**63)]
 FEATURES = {"a": ["f1", "f2"], "b": ["f2"], "c": ["f3"]}
@@ -68,6 +70,35 @@ def test_pooled_programs(served, dtype, unseen, weighted, keys):
         seen, expected = run(features), ours(features)
         assert seen.keys() == expected.keys()
         assert torch.equal(seen.values(), expected.values()), size
+
+
+@pytest.mark.everyday(3)
+@pytest.mark.parametrize("unseen", ["zeros", "initial"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.int4])
+def test_max_is_torchs_over_the_served_rows(tmp_path, dtype, unseen):
+    """Tables of two widths, one of them with a sum beside; also as a program."""
+    wide = replace(C.with_random(range(-50, 50)), pooling="max")
+    tables = replace(A, pooling="max"), B, wide
+    save(tmp_path / "checkpoint", *tables)
+    serving.build(tmp_path / "checkpoint", tmp_path / "served", rows=dtype)
+    features = {"a": ["f1", "f2"], "b": ["f2"], "c": ["f3"]}
+    configs = bag_configs(*tables, features=features)
+    ours = serving.ServingEmbeddingBagCollection(tmp_path / "served", configs, unseen=unseen)
+    run = serving.export_program(ours, batch(KEYS, IDS, 6, seed=0)).module()
+    for size in (1, 0, 33):
+        given = batch(KEYS, IDS, size, seed=size)
+        pooled = ours(given)
+        for table, names in (("a", {"f1": "f1", "f2": "f2@a"}), ("c", {"f3": "f3"})):
+            config = sequence_configs(tables["abc".index(table)], features=features)
+            rows = serving.ServingEmbeddingCollection(tmp_path / "served", config, unseen=unseen)
+            for feature, output in names.items():
+                of = rows(given)[feature]
+                expected = torch.nn.functional.embedding_bag(
+                    torch.arange(len(of.values())), of.values(), of.offsets(), mode="max",
+                    include_last_offset=True,
+                )  # fmt: skip
+                assert torch.equal(pooled[output], expected)
+        assert torch.equal(run(given).values(), pooled.values())
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ class Plain:
     rows: dict[int, Tensor] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    pooling: str = ""
 
     def with_random(self, ids, seed: int = 0) -> Plain:
         generator = torch.Generator().manual_seed(seed)
@@ -59,6 +60,8 @@ class Plain:
             "seed": self.seed,
             "table": self.name,
         }
+        if self.pooling:
+            config["pooling"] = self.pooling
         return config_bytes(config)
 
     def sums(self) -> Tensor:
