@@ -31,6 +31,7 @@ PLANS = {
         Run(("row_wise", "column_wise"), SEQUENCES, variable=True, warming=True, steps=STEPS), 2, 2,
     ),
     "two_nodes": (Run(BY_NODE, SEQUENCES, warming=True, steps=STEPS), 4, 2),
+    "max": (Run((*BY_NODE, "row_wise"), ("row_wise",), largest=True, steps=STEPS), 4, 2),
 }  # fmt: skip
 # The lookup of a batch comes after the backward of the batch before: not one bit may change.
 SAME_ORDER = ["sparse_dist", "sparse_dist_late_enqueue", "lite", "fused", "fused_late_lookup",

@@ -74,13 +74,14 @@ EACH: dict[str, tuple[int, int, bool, list[Plan]]] = {
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.02}
 
 
-def tables_of(plans: list[Plan], lives: list[str]) -> list[Table]:
+def tables_of(plans: list[Plan], lives: list[str], pooling: str) -> list[Table]:
     return [
         Table(
             name,
             ["a", "b"],
             shard_by_hand(*plans[number % len(plans)], rows=limit),
             DIM,
+            pooling,
             rows=limit,
             config=dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1), **options),
         )
@@ -113,11 +114,15 @@ def live_with_few_counters(case: Case, steps: int) -> dict[str, dict[str, float]
 
 
 def check_lives(
-    plan: tuple[int, int, bool, list[Plan]], lives: list[str], steps: int, **options: Any
+    plan: tuple[int, int, bool, list[Plan]],
+    lives: list[str],
+    steps: int,
+    pooling: str = "SUM",
+    **options: Any,
 ) -> None:
     world, local, pooled, plans = plan
     options["exact"] = world == local  # over nodes, ids of one row come in another order
-    case = Case(tables_of(plans, lives), pooled=pooled, longest_bag=48 // world, **options)
+    case = Case(tables_of(plans, lives, pooling), pooled=pooled, longest_bag=48 // world, **options)
     by_rank = workers.run(live, case, steps, world_size=world, local_size=local, timeout=900)
     for stats in by_rank:
         for name, counts in stats.items():
@@ -143,6 +148,11 @@ def test_every_shard_lives_as_the_unsharded_table(
     plan: str, lives: list[str], steps: int, adam: bool
 ) -> None:
     check_lives({**MIXED, **EACH}[plan], lives, steps, **{"fused_params": ADAM} if adam else {})
+
+
+def test_tables_of_a_maximum_live_as_the_unsharded_table() -> None:
+    lives = ["recent", "scored", "negatives", "timed", "chance"]  # one under each plan
+    check_lives(MIXED["all kinds"], lives, 26, "MAX")
 
 
 # Evaluation changes nothing; rows trained before sharding keep their life

@@ -65,6 +65,7 @@ class Run:
         beside: True if the model also has a static collection of TorchRec.
         dynamic: True for dynamic collections, False for TorchRec's static ones with the same initial rows.
         mean: True if all pooled tables except the first use MEAN pooling (static tables compute it wrongly).
+        largest: True if the pooled tables take maximums.
         variable: True if each feature has a separate batch size.
         warming: True if the learning rate grows from step to step. A static table reads it in its forward, a
             dynamic table in its backward: if lookups run ahead, a static table is one step behind.
@@ -83,6 +84,7 @@ class Run:
     beside: bool = False
     dynamic: bool = True
     mean: bool = True
+    largest: bool = False
     variable: bool = False
     warming: bool = False
     steps: int = 5  # a pipeline is at most three batches ahead
@@ -114,7 +116,7 @@ class Run:
                     FEATURES[i % 4 :][:2] if is_pooled else [FEATURES[(i + 1) % 4]],
                     usual_plan(kind, DIM, world, local, i, self.rows),
                     DIM,
-                    "MEAN" if self.mean and i else "SUM",
+                    "MAX" if self.largest and is_pooled else "MEAN" if self.mean and i else "SUM",
                     rows=self.rows,
                     config=dyn.DynamicTableConfig(initializer=self.initializer, **life),
                 )

@@ -83,6 +83,11 @@ class Parts:
         config = table.config and config_of_share(table.config, self.count)
         share = replace(table, rows=row_limit(table.rows, self.count), config=config)
         self.case, self.name = replace(case, tables=[share]), table.name
+        # A part knows no maximum of whole bags: it gives rows.
+        self.of_rows = table.pooling == "MAX" and self.count > 1
+        if self.of_rows:
+            rows = replace(share, pooling="SUM")
+            self.case = replace(case, tables=[rows], pooled=False)
         self.features = list(table.features)
         self.collections = [
             collection_of(self.case, fused_params=case.fused_params) for _ in range(self.count)
@@ -117,13 +122,36 @@ class Parts:
                         place[:, None], output
                     )
                 whole[feature] = whole[feature] + output if part else output
+        if self.of_rows:
+            pooled = {f: Largest(rows, batch[f].offsets()) for f, rows in whole.items()}
+            return {f: one.output.detach() for f, one in pooled.items()}, (taken, pooled)
         return whole, taken
 
     def backward(self, taken: Any, grads: dict[str, torch.Tensor]) -> None:
         """Runs the backward of all parts with gradients of the whole outputs."""
+        if self.of_rows:
+            taken, pooled = taken
+            grads = {feature: one.backward(grads[feature]) for feature, one in pooled.items()}
         for outputs, places in taken:
             of_part = [grads[f] if self.case.pooled else grads[f][places[f]] for f in self.features]
             torch.autograd.backward([outputs[f] for f in self.features], of_part)
+
+
+class Largest:
+    """The largest values of bags of rows, by torch."""
+
+    def __init__(self, rows: torch.Tensor, offsets: torch.Tensor) -> None:
+        self.rows = rows.requires_grad_()
+        ids = torch.arange(len(rows))
+        self.output = torch.nn.functional.embedding_bag(
+            ids, self.rows, offsets, mode="max", include_last_offset=True
+        )
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of the rows."""
+        self.output.backward(grad)
+        assert self.rows.grad is not None
+        return self.rows.grad
 
 
 def _only(batch: KeyedJaggedTensor, kept: torch.Tensor) -> KeyedJaggedTensor:
