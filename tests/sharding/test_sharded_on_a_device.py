@@ -25,6 +25,10 @@ def averaged(gradient):
 CASES = {
     "pooled": Case(tables(POOLED)),
     "of mean": Case(tables(POOLED, pooling="MEAN"), batch_sizes=[3, 5]),
+    "of max": Case(tables(POOLED, pooling="MAX"), batch_sizes=[3, 5], qcomm="FP16"),
+    "of max, by senders": Case(
+        tables(POOLED, pooling="MAX", config=averaged("mean_over_senders")), variable=True
+    ),
     "weighted": Case(tables(POOLED), weighted=True, batch_sizes=[4, 0]),
     "of variable batches": Case(tables(POOLED, pooling="MEAN"), variable=True),
     "of sequences": Case(tables(SEQUENCE), pooled=False, batch_sizes=[4, 0]),
@@ -38,7 +42,7 @@ CASES = {
 
 # Each plan, batch and way of sending is in one of these.
 EVERYDAY = (
-    "weighted", "of variable batches", "of variable sequences", "of each id once", "by senders",
+    "of max", "of max, by senders", "weighted", "of variable batches", "of variable sequences", "of each id once", "by senders",
     "in half precision",
 )  # fmt: skip
 
@@ -61,6 +65,7 @@ def test_a_collection_trains_on_a_device_with_the_bits_of_the_cpu(name):
 
 NODE_PLANS = ["table_row_wise", "grid_shard"]
 ON_TWO_NODES = {
+    "of max": Case(tables(NODE_PLANS, 4, pooling="MAX"), variable=True, batch_sizes=[4, 2, 5, 3]),
     "of nodes": Case(tables(NODE_PLANS, 4), weighted=True, variable=True, batch_sizes=[4, 2, 5, 3]),
     "of mean": Case(tables(POOLED, 4, pooling="MEAN"), batch_sizes=[3, 0, 5, 1]),
     "in half precision": Case(tables(POOLED, 4), qcomm="FP16"),

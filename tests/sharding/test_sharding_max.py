@@ -3,7 +3,7 @@
 import pytest
 import workers
 from sharded_cases import POOLED, SPREAD_ROWS, Case, Table, shard_by_hand, usual_plan
-from sharded_training import check_trains_as_unsharded
+from sharded_training import batches, check_trains_as_unsharded
 
 
 def check_trains(case: Case, world_size: int = 4, local_size: int = 2) -> None:
@@ -67,6 +67,23 @@ def test_max_of_column_shards_that_differ_in_width() -> None:
     ]
     tables = [Table(f"t{i}", ["a", f"f{i}"], plan, 20, "MAX") for i, plan in enumerate(plans)]
     check_trains(Case(tables))
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["one size", "a size per feature"])
+def test_max_of_tables_that_move(variable: bool) -> None:
+    """Between plans under which whole rows are pooled, and plans under which rows travel; and back."""
+    before, after = (
+        ("table_wise", "row_wise", "grid_shard"),
+        ("grid_shard", "column_wise", "row_wise"),
+    )
+    tables = [
+        Table(f"t{i}", [f"f{i}", "shared"], usual_plan(kind, 8, 4, 2, i), pooling=pooling)
+        for i, (kind, pooling) in enumerate(zip(before, ("MAX", "MAX", "SUM"), strict=True))
+    ]
+    there = {f"t{i}": usual_plan(kind, 8, 4, 2, i + 1) for i, kind in enumerate(after)}
+    moves = {1: there, 2: {table.name: table.plan for table in tables}}
+    case = Case(tables, exact=False, steps=3, variable=variable)
+    workers.run(check_trains_as_unsharded, case, batches, moves, world_size=4, local_size=2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

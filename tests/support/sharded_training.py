@@ -8,7 +8,7 @@ the number of ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -239,16 +239,24 @@ def check_same(case: Case, got: torch.Tensor, expected: torch.Tensor, what: str)
         )
 
 
-def check_trains_as_unsharded(case: Case, batches_of: Callable[[Case, int], Any] = batches) -> int:
+def check_trains_as_unsharded(
+    case: Case,
+    batches_of: Callable[[Case, int], Any] = batches,
+    moves: Mapping[int, Mapping[str, ParameterSharding]] | None = None,
+) -> int:
     """Trains both collections and asserts that they stay equal; returns the rows on this rank.
 
-    `batches_of` returns the batches of a step, as `batches` does.
+    `batches_of` returns the batches of a step, as `batches` does; `moves` are new plans of tables before a
+    step.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = collection_of(case, fused_params=case.fused_params)
     sharded = shard(case, copy.deepcopy(unsharded))
     sizes = list(case.batch_sizes or [5] * world)
     for step in range(case.steps):
+        if moves is not None and step in moves:
+            collection = sharded.module.collection
+            sharded.sharders[0].reshard(collection, moves[step], sharded._env, sharded.device)
         per_rank, together = batches_of(case, step)
         mine, whole = sharded(per_rank[rank]), unsharded(together)
         if together.variable_stride_per_key() and not case.pooled:
