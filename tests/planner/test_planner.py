@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import workers
 from planned_cases import POOLED, SEQUENCE, topology
-from sharded_cases import Case, Table
+from sharded_cases import SPREAD_ROWS, Case, Table
 from sharded_training import Holder, batches, check_trains_as_unsharded, collection_of, sharder_of
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.comm import get_local_size
@@ -61,6 +61,25 @@ def test_every_type_is_offered_and_priced(device, pooled):
         memory = option.total_storage
         assert (memory.hbm if device == "cuda" else memory.ddr) > 0
         assert option.is_pooled == pooled
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_rows_that_travel_have_their_price(kind):
+    """Ten ids a bag: under plans that spread rows, a maximum sends ten rows for each sum."""
+
+    def price_of(pooling):
+        case = Case([Table("t", ["f"], None, dim=64, pooling=pooling)])
+        constraints = constrained(case, sharding_types=[kind], pooling_factors=[10.0])
+        planner = make_planner(topology("cpu"), 64, constraints)
+        (option,) = planner.enumerated(Holder(collection_of(case)), [sharder_of(case)])
+        return option.total_perf, option.total_storage.ddr
+
+    time, memory = price_of("SUM")
+    time_of_max, memory_of_max = price_of("MAX")
+    if kind in SPREAD_ROWS:
+        assert time_of_max > 1.2 * time and memory_of_max > memory
+    else:
+        assert (time_of_max, memory_of_max) == (time, memory)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

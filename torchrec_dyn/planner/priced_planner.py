@@ -15,7 +15,6 @@ from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.planners import to_sharding_plan
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import (
     DeviceHardware,
     PlannerError,
@@ -35,6 +34,7 @@ from torchrec_dyn.planner.measured import (
     checked_count,
 )
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
+from torchrec_dyn.planner.travelling_rows import DynamicPerfEstimator
 
 _MOST_TABLES = 8  # in a message
 _GIB = 1 << 30
@@ -210,7 +210,7 @@ def make_planner(
     if options.get("partitioner") is None:
         options["partitioner"] = _QuickPartitioner()
     estimators: list[ShardEstimator] = [
-        EmbeddingPerfEstimator(topology, by_table),
+        DynamicPerfEstimator(topology, by_table),
         DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows, deltas=deltas),
     ]
     planner = PricedPlanner(

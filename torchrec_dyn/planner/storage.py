@@ -37,6 +37,7 @@ from torchrec_dyn.planner.measured import (
     checked_count,
     without_processors,
 )
+from torchrec_dyn.planner.travelling_rows import price_as_sequences
 from torchrec_dyn.ranks import config_of_share, row_limit
 from torchrec_dyn.storage import (
     SLOT_BYTES,
@@ -120,6 +121,7 @@ class DynamicStorageEstimator(ShardEstimator):
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
         """Writes the storage of each shard of each option."""
+        price_as_sequences(sharding_options)
         self._whole.estimate(sharding_options, sharder_data_map)
         for option in sharding_options:
             if isinstance(_collection(option), UnshardedCollection):

@@ -237,7 +237,9 @@ class ServedLookup(nn.Module):
         """Returns rows [M, D] float32 of one table, zeros for -1."""
         columns = self._configs[table].embedding_dim
         if served.nbit:
-            return cast(Tensor, self._one_by_one[f"{served.nbit} {columns}"](served.rows, rows, None))
+            return cast(
+                Tensor, self._one_by_one[f"{served.nbit} {columns}"](served.rows, rows, None)
+            )
         segments = torch.tensor([[0, 0, 1, 0, columns]], device="cpu")
         segments = segments * torch.tensor([1, 1, rows.shape[0], 1, 1], device="cpu")
         return ops.gather_pool(
