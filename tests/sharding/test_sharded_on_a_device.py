@@ -42,8 +42,8 @@ CASES = {
 
 # Each plan, batch and way of sending is in one of these.
 EVERYDAY = (
-    "of max", "of max, by senders", "weighted", "of variable batches", "of variable sequences", "of each id once", "by senders",
-    "in half precision",
+    "of max", "of max, by senders", "weighted", "of variable batches", "of variable sequences",
+    "of each id once", "by senders", "in half precision",
 )  # fmt: skip
 
 

@@ -37,9 +37,9 @@ from torchrec_dyn.modules import (
 class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     """An embedding bag collection with rows of `block_dim` columns and outputs of `embedding_dim`.
 
-    y = pool(L W[ids]) with W [V, b] a dynamic table and L [E, b] a parameter. It saves V (E - b) - b E numbers
-    compared with rows of full width. The outputs have the names and widths of an EmbeddingBagCollection with
-    the same configs.
+    y = pool(L W[ids]) with W [V, b] a dynamic table and L [E, b] a parameter. It saves V (E - b) - b E
+    numbers compared with rows of full width. The outputs have the names and widths of an
+    EmbeddingBagCollection with the same configs.
 
     Sums and means are linear, so their rows are pooled before they are projected: `rows` is the
     DynamicEmbeddingBagCollection of their tables, or None without any. Shard it with

@@ -30,8 +30,9 @@ class DynamicPerfEstimator(EmbeddingPerfEstimator):
 def price_as_sequences(options: Sequence[ShardingOption]) -> None:
     """Marks the options whose rows travel as not pooled."""
     for option in options:
-        sharers = sum(shard.offset[1] == option.shards[0].offset[1] for shard in option.shards)
         collection = without_processors(option.module[1])
-        if sharers > 1 and isinstance(collection, UnshardedCollection):
-            if collection.dynamic_configs()[option.name].pooling == "max":
-                option._is_pooled = False
+        if not isinstance(collection, UnshardedCollection):
+            continue
+        sharers = sum(shard.offset[1] == option.shards[0].offset[1] for shard in option.shards)
+        if sharers > 1 and collection.dynamic_configs()[option.name].pooling == "max":
+            option._is_pooled = False

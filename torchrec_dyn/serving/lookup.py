@@ -215,7 +215,7 @@ class ServedLookup(nn.Module):
         rows: Tensor,
         offsets: Tensor,
     ) -> Tensor:
-        """Returns the output [B, sum of D] with the largest values of the bags whose table has max pooling."""
+        """Returns the output [B, sum of D] with the largest values where a table has max pooling."""
         batch, parts = out.shape[0], [*out.split(self._columns, dim=1)]
         bounds = offsets[torch.arange(self._features + 1, device="cpu") * batch]
         counts = counts_between(bounds, ids)
