@@ -65,13 +65,14 @@ class ShardDescription:
 class GroupDescription:
     """A table group of this rank: tables that one call of an op looks up, and one updates.
 
-    Tables share a call if they have the same pooling, row dtype and optimizer with the same hyper-parameters,
-    and in a sharded collection also the same sharding type and the same of TorchRec's options of tables.
+    Tables share a call if they have the same pooling (max: and width), row dtype and optimizer with the same
+    hyper-parameters, and in a sharded collection also the same sharding type and the same of TorchRec's
+    options of tables.
 
     Attributes:
         shards: the column shards of the group, in the order of the call.
-        pooling: "sum", "mean", or "none" in a sequence collection. Where several ranks share the rows of
-            tables with MEAN it is "sum": the division follows the exchange of outputs.
+        pooling: "sum", "mean", "max", or "none" in a sequence collection. Where several ranks share the rows
+            of tables with a mean or maximum it is "sum": the rest follows the exchange of outputs.
         dtype: dtype of the rows.
         output_dtype: dtype of the outputs.
         optimizer: update rule of the rows; its learning rate is the one chosen first, before any schedule.
