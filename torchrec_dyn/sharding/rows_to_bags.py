@@ -72,9 +72,8 @@ class IdsInputDist(OwnerInputDist):
 
     def __init__(self, stock: Any) -> None:
         super().__init__(stock, needs_positions=True)
-        self._dist._stagger = (
-            1  # arrive by rank also within nodes: rows are sent back without a stop there
-        )
+        # Ids arrive by rank also within nodes: rows are sent back without a stop there.
+        self._dist._stagger = 1
 
     def forward(self, features: SentBatch) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sorts the ids by owner and sends them."""
