@@ -89,6 +89,27 @@ def test_a_number_of_bags_for_each_feature() -> None:
     assert torch.equal(ebc(varied).values(), ebc(plain).values())
 
 
+def test_deferred_updates_of_several_batches() -> None:
+    fused = {**SGD, "defer_updates": True}
+    ebc = dyn.DynamicEmbeddingBagCollection(CONFIGS[:1], dynamic=MAX, fused_params=fused)
+    ebc.table("one").assign(torch.arange(12), torch.arange(48.0).view(12, 4))
+    rows = ebc.table("one").lookup(torch.arange(12))[0].requires_grad_()
+    for bags in ([[1, 2], [3]], [[3, 2], []], [[11], [1, 1]]):
+        features = batch_of(dict.fromkeys(KEYS, bags))
+        expected = [
+            embedding_bag(
+                features[key].values(), rows, features[key].offsets(), mode="max",
+                include_last_offset=True,
+            )
+            for key in "ab"
+        ]  # fmt: skip
+        ebc(features).values().sum().backward()
+        torch.cat(expected).sum().backward()
+    ebc.fused_optimizer.step()
+    learnt = ebc.table("one").lookup(torch.arange(12))[0]
+    assert torch.equal(learnt, rows.detach() - 0.5 * rows.grad)
+
+
 def test_an_unseen_id_takes_part_with_what_it_reads() -> None:
     ebc = dyn.DynamicEmbeddingBagCollection(
         CONFIGS[1:2], dynamic=dyn.DynamicTableConfig(pooling="max"), fused_params=SGD

@@ -51,8 +51,9 @@ def test_max_with_a_batch_size_per_feature(kind: str) -> None:
     check_trains(Case(two_tables(kind, ("MAX", "MAX")), variable=True))
 
 
-def test_max_without_ids_on_some_ranks() -> None:
-    case = Case(tables_of_all_kinds("MAX"), batch_sizes=[3, 0, 5, 1])
+@pytest.mark.parametrize("variable", [False, True], ids=["one size", "a size per feature"])
+def test_max_without_ids_on_some_ranks(variable: bool) -> None:
+    case = Case(tables_of_all_kinds("MAX"), batch_sizes=[3, 0, 5, 1], variable=variable)
     check_trains(case)
 
 
