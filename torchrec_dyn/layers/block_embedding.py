@@ -84,12 +84,7 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         )
         names = [config.name for config in self._configs]
         options = dynamic_config_by_table(dynamic, names, where)
-        of_max = [
-            config
-            for config in self._configs
-            if options[config.name].pooling == "max" and columns[config.name] < config.embedding_dim
-        ]
-        pooled = [config for config in self._configs if config not in of_max]
+        pooled, of_max = _parted(self._configs, columns, options)
         check_unweighted(["max"] * len(of_max), is_weighted, where)
         common: dict[str, Any] = {"device": device, "fused_params": fused_params}
         self.rows: nn.Module | None = None
@@ -134,6 +129,20 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def is_weighted(self) -> bool:
         """Returns True if bags have weights."""
         return self._is_weighted
+
+
+def _parted(
+    configs: Sequence[EmbeddingBagConfig],
+    columns: Mapping[str, int],
+    options: Mapping[str, DynamicTableConfig],
+) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
+    """Returns the tables that are pooled before they are projected, if at all, and the others."""
+    of_max = [
+        config
+        for config in configs
+        if options[config.name].pooling == "max" and columns[config.name] < config.embedding_dim
+    ]
+    return [config for config in configs if config not in of_max], of_max
 
 
 def _rows_of_max(

@@ -76,6 +76,11 @@ def _unseen_rows(name: str, table: ServedTable) -> Callable[[Tensor], Tensor]:
     )
 
 
+def _nbit_poolings(columns: Sequence[int]) -> nn.ModuleDict:
+    types = {"int8": torch.int8, "int4": INT4}
+    return nn.ModuleDict({name: NBitPooling(columns, dtype) for name, dtype in types.items()})
+
+
 class ServedLookup(nn.Module):
     """The lookup of the features of a collection's T tables.
 
@@ -106,16 +111,9 @@ class ServedLookup(nn.Module):
         means = [getattr(config, "pooling", None) == PoolingType.MEAN for config in configs]
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
         self._lay_out()
-        types = {"int8": torch.int8, "int4": INT4}
-        self._nbit = nn.ModuleDict(
-            {name: NBitPooling(self._columns, dtype) for name, dtype in types.items()}
-        )
+        self._nbit = _nbit_poolings(self._columns)
         self._one_by_one = nn.ModuleDict(
-            {
-                f"{name} {columns}": NBitPooling([columns], dtype)
-                for name, dtype in types.items()
-                for columns in set(self._columns)
-            }
+            {str(columns): _nbit_poolings([columns]) for columns in set(self._columns)}
         )
         self.serves_initial = unseen == "initial"
         self.given: ServedTensors | None = None  # read in place of the generation, if any
@@ -237,9 +235,8 @@ class ServedLookup(nn.Module):
         """Returns rows [M, D] float32 of one table, zeros for -1."""
         columns = self._configs[table].embedding_dim
         if served.nbit:
-            return cast(
-                Tensor, self._one_by_one[f"{served.nbit} {columns}"](served.rows, rows, None)
-            )
+            by_type = cast(nn.ModuleDict, self._one_by_one[str(columns)])
+            return cast(Tensor, by_type[served.nbit](served.rows, rows, None))
         segments = torch.tensor([[0, 0, 1, 0, columns]], device="cpu")
         segments = segments * torch.tensor([1, 1, rows.shape[0], 1, 1], device="cpu")
         return ops.gather_pool(

@@ -30,7 +30,7 @@ but never compute with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -175,10 +175,7 @@ def check_modes(contexts: Iterable[Any], where: str) -> None:
     evaluating = [rank for rank, number in enumerate(flags) if not number & 1]
     if torn:
         raise torn_error(f"the tables of {where} on ranks {torn}")
-    for flags_of_type in by_type:  # tables whose rows travel always send a size per feature
-        varying = [rank for rank, number in enumerate(flags_of_type) if number & 2]
-        if len(varying) in (0, len(flags)):
-            continue
+    if varying := _of_another_form(by_type):
         raise ValueError(
             f"{where}: expected batches of one form on every rank, got a size per feature on ranks {varying} "
             "and one size on the others. Give stride_per_key_per_rank and inverse_indices on every rank, "
@@ -189,6 +186,18 @@ def check_modes(contexts: Iterable[Any], where: str) -> None:
             f"{where}: expected every rank in the same mode, got ranks {evaluating} in evaluation and the "
             "others in training. Call train() or eval() of the model on every rank before the forward."
         )
+
+
+def _of_another_form(by_type: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the ranks that sent a size per feature where others did not; flags [types][ranks].
+
+    For tables whose rows travel all ranks do.
+    """
+    for flags in by_type:
+        varying = [rank for rank, number in enumerate(flags) if number & 2]
+        if 0 < len(varying) < len(flags):
+            return varying
+    return []
 
 
 def _received_flags(contexts: Iterable[Any]) -> list[list[int]]:
