@@ -123,7 +123,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         # The feature of each output whose bags divide it after the output dist.
         self._divided_by = [
             feature
-            if config.pooling == PoolingType.MEAN and setup.options[config.name].rows_are_spread
+            if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread
             else None
             for config, feature in (outputs[name] for name in self._embedding_names)
         ]

@@ -176,7 +176,8 @@ class ShardingSetup(nn.Module):
                 optimizer=RowOptimizer.from_fused_params(chosen, where),
                 output_dtype=output_dtype_of(chosen, where),
                 row_limit=row_limit(table.weight.shape[0], layout.row_ranks),
-                rows_are_spread=layout.row_ranks > 1,
+                rows_are_spread=layout.rows_are_spread,
+                sends_rows=table.dynamic.pooling == "max" and layout.row_ranks > 1,
                 is_frozen=table.is_frozen,
             )
             chosen[OPTIONS_KEY] = self.options.__getitem__

@@ -49,13 +49,17 @@ MAX_WIDTH_KEY = "torchrec_dyn_max_width"
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Options of a table for which TorchRec's config has no field; `row_limit` is that of one rank."""
+    """Options of a table for which TorchRec's config has no field; `row_limit` is that of one rank.
+
+    `sends_rows` is True if a maximum is taken after the output dist.
+    """
 
     config: DynamicTableConfig
     optimizer: RowOptimizer
     output_dtype: torch.dtype
     row_limit: int
     rows_are_spread: bool
+    sends_rows: bool
     is_frozen: bool = False
 
 
@@ -98,8 +102,8 @@ class DynamicKernel(BaseEmbedding):
         self._asks_for_senders = asks_for_senders([table.config for table in tables])
         self._counts_weights = any(table.config.scores_weights for table in tables)
         pooling: Any = options[0].config.pooling or config.pooling.name.lower()
-        if options[0].rows_are_spread:  # of a mean or maximum, the rest follows the output dist
-            pooling = {"mean": "sum", "max": "sum"}.get(pooling, pooling)
+        if options[0].sends_rows or (pooling == "mean" and options[0].rows_are_spread):
+            pooling = "sum"  # of this rank's rows; the rest follows the output dist
         uses = uses_of([(o.config, s.feature_names) for s, o in zip(shards, options, strict=True)])
         features = [shard.num_features() for shard in shards]
         self.group = TableGroup(tables, features, pooling, options[0].output_dtype, uses)

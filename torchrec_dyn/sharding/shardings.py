@@ -156,7 +156,7 @@ def sends_rows(info: EmbeddingShardingInfo) -> bool:
     """Returns True if the rows of a table travel: those of a spread table with max pooling."""
     assert info.fused_params is not None
     options: TableOptions = info.fused_params[OPTIONS_KEY](info.embedding_config.name)
-    return options.rows_are_spread and options.config.pooling == "max"
+    return options.sends_rows
 
 
 class SendsRows(SpreadsRows):
