@@ -305,9 +305,7 @@ class _LifeStep:
         if not full:
             return None
         searches = [
-            self._living.lives[t].search(
-                t, surplus, tables[t].next_step, tables[t].row_numbers.high_water_mark
-            )
+            self._living.lives[t].search(t, surplus, tables[t].next_step, tables[t].searched)
             for t, surplus in full.items()
         ]
         kept = scored, batch.table_offsets
