@@ -11,6 +11,7 @@ from torchrec_dyn.initializers import (
     Initializer,
     make_numbers_plain,
 )
+from torchrec_dyn.own_policies import OwnEviction, OwnPolicy
 from torchrec_dyn.policies import (
     Admission,
     Counting,
@@ -144,6 +145,18 @@ class DynamicTableConfig:
     def scores_weights(self) -> bool:
         """True if a training batch must have weights, by which the table scores its ids (LowestScore)."""
         return isinstance(replacement_of(self.eviction), LowestScore)
+
+    @property
+    def reads_rows(self) -> bool:
+        """True if the user's own eviction policy reads whole rows, which column shards do not have."""
+        replacement = replacement_of(self.eviction)
+        return isinstance(replacement, OwnEviction) and replacement.reads_rows
+
+    @property
+    def own_policies(self) -> dict[str, str]:
+        """Names and versions of the user's own policies, by "admission" and "eviction"."""
+        both = {"admission": self.admission, "eviction": replacement_of(self.eviction)}
+        return {kind: own.label for kind, own in both.items() if isinstance(own, OwnPolicy)}
 
     @property
     def counts_waiting(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from torchrec_dyn.row_rules import ByValue

@@ -308,12 +308,6 @@ def is_timed(eviction: Eviction | None) -> bool:
     return half_life is not None or (age_limit is not None and age_limit.time is not None)
 
 
-def own_labels(admission: Admission | None, eviction: Eviction | None) -> dict[str, str]:
-    """Returns the names and versions of the user's own policies, by "admission" and "eviction"."""
-    both = {"admission": admission, "eviction": replacement_of(eviction)}
-    return {kind: own.label for kind, own in both.items() if isinstance(own, OwnPolicy)}
-
-
 def making_room(eviction: Eviction | None) -> str:
     """Returns the argument of DynamicTableConfig by which a table with this policy also evicts when full."""
     if age_limit_of(eviction) is None:

@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from life_model import LifeModel, TooFew
 from oracle import canonical_order, chance, draw_of, unmix64
-from own_policies import ByTime, Dense, Often
+from policy_cases import ByTime, Dense, Often
 from table_cases import ids_of, make_group, make_table, same_state, without_probes
 from torch import Tensor
 

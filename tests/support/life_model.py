@@ -82,7 +82,9 @@ class LifeModel:
         self.makes_room = self.drops_oldest or self.drops_rarest or self.own is not None
         self.admission, self.is_drawn = config.admission, is_drawn
         self.asks = isinstance(config.admission, dyn.OwnAdmission)
-        self.allowed: set[int] = set()  # waiting ids that may get a row in the open step, if it asks
+        self.allowed: set[int] = (
+            set()
+        )  # waiting ids that may get a row in the open step, if it asks
         self.counts_first = self.asks or isinstance(config.admission, dyn.AdmitAfter)
         self.has_life = config.admission is not None or config.eviction is not None
         self.limit = limit
@@ -210,12 +212,12 @@ class LifeModel:
             for number in others[: max(surplus, self.limit // 64)]:
                 self._drop(number, "evicted_full")
 
-    def _score(self, number: int) -> tuple[int, int]:
+    def _score(self, number: int, step: int | None = None) -> tuple[int, int]:
         row = self.rows[number]
         if self.own is not None:
             time = (row.time or 0) if self.is_timed else -1
             told = (as_int64([one]) for one in (row.last_seen, row.count, time))
-            return (int(self.own.score(*told, self.step)), mix64(number))
+            return (int(self.own.score(*told, step or self.step)), mix64(number))
         if self.drops_oldest:
             return (row.last_seen, mix64(number))
         if self.half_steps is None and self.half_time is None:

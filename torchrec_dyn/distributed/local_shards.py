@@ -161,7 +161,7 @@ class LocalShards:
         """Returns one table under the present plan."""
         config, dynamic = self._configs[name], self._dynamic[name]
         initializer = self._initializers.get(name) or initializer_of(config, dynamic)
-        columns, dtype = config.embedding_dim, row_dtype(config)
+        columns, dtype, own = config.embedding_dim, row_dtype(config), dynamic.own_policies
         return Table(
             name=name,
             where=f"{self.where}.table('{name}')",
@@ -171,7 +171,7 @@ class LocalShards:
             group=self._group,
             lock=self.lock,
             device=self.device,
-            config=table_config(name, columns, dynamic.seed, dtype, initializer),
+            config=table_config(name, columns, dynamic.seed, dtype, initializer, own),
             options=dynamic,
             optimizer=self.optimizers[name],
             initializers=self._initializers,

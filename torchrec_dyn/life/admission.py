@@ -20,13 +20,13 @@ from torchrec_dyn import knobs, ops
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.lowest_rows import ListedRows, Search, joined_rows, lowest_rows
 from torchrec_dyn.life.scores import SCORE_BYTES, ScoredMaps, Scores
+from torchrec_dyn.own_policies import OwnAdmission
 from torchrec_dyn.policies import (
     Admission,
     AdmitAfter,
     AdmitWithProbability,
     Counting,
     Never,
-    OwnAdmission,
 )
 from torchrec_dyn.storage import (
     Added,

@@ -261,7 +261,9 @@ def lowest_scored(parts: Sequence[OwnScores], before: int, most: int) -> tuple[T
     """
     lowest = [parts[0].id_map.slots.new_empty(0) for _ in range(3)]  # ids, rows and scores
     for part in parts:
-        hidden = torch.zeros(part.words.store.capacity + 1, dtype=torch.bool, device=lowest[0].device)
+        hidden = torch.zeros(
+            part.words.store.capacity + 1, dtype=torch.bool, device=lowest[0].device
+        )
         if part.left_out is not None:
             hidden[part.left_out] = True  # -1 is the last place
         for ids, rows in _parts_of(part.id_map):

@@ -13,9 +13,7 @@ from torch import Tensor
 from torchrec_dyn.own_policies import OwnAdmission, OwnEviction
 
 
-def admitted_by(
-    policy: OwnAdmission, where: str, ids: Tensor, counts: Tensor, step: int
-) -> Tensor:
+def admitted_by(policy: OwnAdmission, where: str, ids: Tensor, counts: Tensor, step: int) -> Tensor:
     """Returns which waiting ids a policy admits, [M] bool. As `OwnAdmission.admit`."""
     with torch.no_grad():
         answer = policy.admit(ids, counts, step)
@@ -51,5 +49,3 @@ def _checked(answer: object, where: str, like: Tensor, dtype: torch.dtype) -> Te
         f"{where} as {list(like.shape)} of {dtype} on {like.device}, got {got}. Return one number for "
         "each, computed from the arguments. No table has changed."
     )
-
-

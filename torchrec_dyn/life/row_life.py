@@ -28,11 +28,10 @@ from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.lowest_rows import ListedRows, OwnScores, Search, lowest_rows, lowest_scored
 from torchrec_dyn.life.own_answers import admitted_by, scored_by
 from torchrec_dyn.life.scores import NO_STEP, ScoredMaps, Scores
+from torchrec_dyn.own_policies import OwnAdmission, OwnEviction
 from torchrec_dyn.policies import (
     LeastFrequentlyUsed,
     LowestScore,
-    OwnAdmission,
-    OwnEviction,
     age_limit_of,
     is_timed,
     replacement_of,
@@ -236,9 +235,7 @@ class RowLife:
         by_age = not self._by_count and self._own is None
         return exact._replace(listed=self._listed if by_age else None, ahead=SHARES_AHEAD * share)
 
-    def search_exactly(
-        self, table: int, surplus: int, step: int, searched: SearchedRows
-    ) -> Search:
+    def search_exactly(self, table: int, surplus: int, step: int, searched: SearchedRows) -> Search:
         """Returns the search for exactly the `surplus` lowest scores when `step` begins.
 
         Rows seen in `step` are never among them. Depends on ids and their scores only.

@@ -225,8 +225,9 @@ class UnshardedTable(nn.Module):
         config = self.config
         initializer = self.shard.initializer if self.shard else initializer_of(config, self.dynamic)
         return table_config(
-            config.name, config.embedding_dim, self.dynamic.seed, self.weight.dtype, initializer
-        )
+            config.name, config.embedding_dim, self.dynamic.seed, self.weight.dtype, initializer,
+            self.dynamic.own_policies,
+        )  # fmt: skip
 
     def as_table(self) -> Table:
         """Returns the present table as a `Table` of one rank; creates the rows."""
