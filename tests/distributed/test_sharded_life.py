@@ -9,6 +9,7 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from life_cases import stream_stats
+from policy_cases import ByTime, Dense, Often
 from sharded_cases import Case, Table, shard_by_hand
 from sharded_life import Beside, Forward, drifting_batch
 from sharded_training import collection_of, outputs_by_name
@@ -38,6 +39,9 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
                 135, ["refused", "evicted_full"]),
     "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
                ["refused", "evicted_full"]),
+    "own": ({"admission": Often(3, counters=60), "eviction": (dyn.ExpireAfter(time=25), ByTime())},
+            135, ["refused", "waiting", "counters_dropped", "evicted_full"]),
+    "own_alone": ({"eviction": Dense()}, 135, ["evicted_full"]),
     "negatives": ({"eviction": LRU, "features": NEGATIVES}, 90, ["evicted_full", "refused"]),
 }  # fmt: skip
 
@@ -129,8 +133,9 @@ def check_lives(
 
 # Plan, lives, steps, whether the optimizer is Adam. "all kinds" has columns of three ranks, too.
 EVERYDAY = [
-    ("columns on 0, 1, 0", ["recent", "timed", "after", "scored"], 20, False),
-    ("all kinds", ["frequent", "after_few", "chance", "scored", "negatives"], 23, False),
+    ("columns on 0, 1, 0", ["recent", "timed", "after", "scored", "own"], 20, False),
+    ("all kinds", ["frequent", "after_few", "own", "scored", "own_alone"], 23, False),
+    ("all kinds", ["chance", "negatives"], 23, False),
 ]
 SHORT = [(plan, [*LIVES], 26, bool(turn % 2)) for turn, plan in enumerate(MIXED)]
 LONG = [(plan, [*LIVES], 200, bool(turn % 2)) for turn, plan in enumerate([*MIXED, *EACH])]

@@ -11,7 +11,7 @@ Legend: M rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -266,11 +266,13 @@ def lowest_scored(parts: Sequence[OwnScores], before: int, most: int) -> tuple[T
         )
         if part.left_out is not None:
             hidden[part.left_out] = True  # -1 is the last place
-        for ids, rows in _parts_of(part.id_map):
+        for ids, rows in part.id_map.parts(knobs.IDS_SCORED_TOGETHER):
             last_seen, counts = part.words.read(rows)
             was_assigned = (last_seen == before) & (counts == 0)
             may_go = ((last_seen < before) | was_assigned) & ~hidden[rows]
             places = may_go.nonzero().flatten()
+            if not len(places):
+                continue  # a function of none may be an error
             ids, rows, *words = (one[places] for one in (ids, rows, last_seen, counts))
             scored = zip(lowest, [ids, rows, part.of(rows, *words)], strict=True)
             lowest = _lowest([torch.cat(both) for both in scored], most)
@@ -278,17 +280,8 @@ def lowest_scored(parts: Sequence[OwnScores], before: int, most: int) -> tuple[T
     return lowest[0][order], lowest[1][order]
 
 
-def _parts_of(id_map: IdMap) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the ids and rows of a map, [M] int64 each, part by part."""
-    for slots in id_map.arrays()[0]:
-        for part in slots.split(knobs.IDS_SCORED_TOGETHER):
-            ids, rows = ops.used_slots(part)
-            if ids.numel():
-                yield ids, rows
-
-
 def _lowest(scored: list[Tensor], most: int) -> list[Tensor]:
-    """Returns the `most` lowest of ids, rows and scores [M] int64, ties by mixed id, in no particular order."""
+    """Returns the `most` lowest of ids, rows and scores [M] int64, ties by mixed id; in any order."""
     ids, _, scores = scored
     if len(ids) <= most:
         return scored
