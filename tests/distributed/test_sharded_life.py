@@ -39,8 +39,8 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
                 135, ["refused", "evicted_full"]),
     "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
                ["refused", "evicted_full"]),
-    "own": ({"admission": Often(3, counters=60), "eviction": (dyn.ExpireAfter(time=25), ByTime())},
-            135, ["refused", "waiting", "counters_dropped", "evicted_full"]),
+    "own": ({"admission": Often(3, counters=24), "eviction": (dyn.ExpireAfter(time=25), ByTime())},
+            110, ["refused", "waiting", "counters_dropped", "evicted_full"]),
     "own_alone": ({"eviction": Dense()}, 135, ["evicted_full"]),
     "negatives": ({"eviction": LRU, "features": NEGATIVES}, 90, ["evicted_full", "refused"]),
 }  # fmt: skip

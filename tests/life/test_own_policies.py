@@ -60,7 +60,7 @@ def test_the_lowest_scores_go_then_the_lowest_mixed_ids():
         others = {n: s for n, s in rows.items() if n not in batch}
         order = sorted(
             others, key=lambda n: (rows[n][1] * 256 // (step + 1 - rows[n][0]), mix64(n))
-        )  # noqa: B023
+        )
         for number in order[: max(surplus, 2)] if surplus > 0 else ():
             del rows[number]
         for number in batch:
@@ -343,7 +343,7 @@ def test_names_versions_and_hashes_are_checked():
         def admit(self, ids, counts, step):
             return counts >= self.least
 
-    with pytest.raises(ValueError, match="a policy that can be hashed, .*frozen=True"):
+    with pytest.raises(ValueError, match=r"a policy that can be hashed, .*frozen=True"):
         dyn.DynamicTableConfig(admission=Changes())
 
 

@@ -174,8 +174,8 @@ class ShardingSetup(nn.Module):
             if table.dynamic.reads_rows and len(layout.pieces) > 1:
                 raise ValueError(
                     f"{where}: expected one column shard, since {table.dynamic.eviction!r} reads whole rows, "
-                    f"got '{plan.sharding_type}' with {len(layout.pieces)} column shards. Choose "
-                    f"{listed(self._whole_columns)}."
+                    f"got '{plan.sharding_type}' with {len(layout.pieces)} column shards. Choose one "
+                    f"of {listed(self._whole_columns)}."
                 )
             chosen = chosen_fused_params(table.weight, fused_params, where)
             if chosen is None:
