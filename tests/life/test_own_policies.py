@@ -19,7 +19,9 @@ from table_cases import ids_of, make_group, same_state
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs
 from torchrec_dyn.life import row_life
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
+DEFERS = RowOptimizer(OptimizerKind.EXACT_SGD, learning_rate=0.1, defer_updates=True)
 EXPIRE = dyn.ExpireAfter(steps=6)
 PAIRS = {
     "recent": (AsLeastRecent(), LRU),
@@ -226,6 +228,16 @@ def test_an_answer_by_the_step_admits_all_that_waited():
     assert stream.steps([1, 2], [1], [1]) == set()
     assert stream.steps([2, 5]) == {2}, "step 3 has ended"
     assert stream.steps([5]) == {2, 5}
+
+
+@pytest.mark.usefixtures("device")
+def test_forwards_of_one_step_are_decided_by_the_step_before():
+    stream = Stream(None, Counts(2), optimizer=DEFERS)
+    assert stream.steps([1, 1, 2], [1, 2], [1]) == set(), "one step of three forwards"
+    assert stream.waiting() == [[1, 1, 4], [2, 1, 2]]
+    stream.group.write_updates()
+    assert stream.steps([1], [2]) == {1, 2}
+    assert stream.counts(1, 2) == [5, 3] and stream.table.step == 2
 
 
 # Errors
