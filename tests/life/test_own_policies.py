@@ -366,3 +366,56 @@ def test_policies_are_values():
     configs = [dyn.DynamicTableConfig(admission=Late(step)) for step in (3, 3, 4)]
     assert configs[0] == configs[1] != configs[2] and len({*configs}) == 2
     assert pickle.loads(pickle.dumps(configs[0])) == configs[0] == copy.deepcopy(configs[0])
+
+
+# Formulas of the page on policies, of dynamicemb, TorchRec's virtual tables and ReCIS' filter
+
+
+class Formula(dyn.OwnEviction):
+    keeps_times = True
+
+    def __init__(self, number):
+        self.number = number
+
+    def score(self, last_seen, counts, times, step):
+        return FORMULAS[self.number][0](last_seen, counts, times, step)
+
+
+# What is scored, and which of 1, 2 and 3 stay: last seen at steps 4, 2 and 3, at times 40, 20 and 30, and 3, 4 and 1 times.
+FORMULAS = [
+    (lambda last_seen, counts, times, step: counts, [1, 2]),
+    (
+        lambda last_seen, counts, times, step: (counts * 0.5 ** (step - last_seen) * 2**20).long(),
+        [1, 2],
+    ),
+    (
+        lambda last_seen, counts, times, step: (counts * 0.01 ** (step - last_seen) * 2**20).long(),
+        [1, 3],
+    ),
+    (lambda last_seen, counts, times, step: times, [1, 3]),
+    (lambda last_seen, counts, times, step: times + 2**48 * (counts >= 3), [1, 2]),
+    (lambda last_seen, counts, times, step: times + 2**48 * (counts >= 5), [1, 3]),
+    (lambda last_seen, counts, times, step: last_seen, [1, 3]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FORMULAS)))
+def test_formulas_of_other_libraries(number):
+    stream = Stream(Formula(number), limit=3)
+    for time, batch in ((10, [2, 2]), (20, [2, 2, 1]), (30, [3]), (40, [1, 1])):
+        stream.table.set_time(time)
+        stream.step(*batch)
+    assert stream.counts(1, 2, 3) == [3, 4, 1] and stream.last_seen(1, 2, 3) == [40, 20, 30]
+    assert stream.step(9) == {9, *FORMULAS[number][1]}
+
+
+class ReadOnly(dyn.OwnAdmission):
+    def admit(self, ids, counts, step):
+        return torch.zeros_like(ids, dtype=torch.bool)
+
+
+def test_admit_hooks_of_other_libraries():
+    own, never = Stream(None, ReadOnly()), Stream(None, dyn.Never())
+    for _ in range(3):
+        assert own.step(1, 1, 2) == never.step(1, 1, 2) == set()
+    assert own.stat("refused") == never.stat("refused") == 9
