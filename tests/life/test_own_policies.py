@@ -381,7 +381,8 @@ class Formula(dyn.OwnEviction):
         return FORMULAS[self.number][0](last_seen, counts, times, step)
 
 
-# What is scored, and which of 1, 2 and 3 stay: last seen at steps 4, 2 and 3, at times 40, 20 and 30, and 3, 4 and 1 times.
+# What is scored, and which of 1, 2 and 3 stay. They occurred 3, 4 and 1 times, last at steps 4, 2 and 3
+# (times 40, 20 and 30).
 FORMULAS = [
     (lambda last_seen, counts, times, step: counts, [1, 2]),
     (

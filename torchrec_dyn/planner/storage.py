@@ -68,11 +68,11 @@ class DynamicStorageEstimator(ShardEstimator):
     """A storage estimator: dynamic tables by their allocations, other tables as in TorchRec.
 
     A shard of a dynamic table is priced as full: id map, weights in the table's dtype and optimizer state at
-    this rank's row limit, with a policy also the scores of the rows, and with AdmitAfter or OwnAdmission the maximum number
-    of counters for these rows. Rows and optimizer state in mapped files are not host memory: they count as
-    `ssd` if TorchRec's Storage has it, and their pages in memory are not counted. Each column shard has its
-    own id map, rows, scores and counters. For the memory of a batch (input and output of a step) TorchRec's
-    estimate is used.
+    this rank's row limit, with a policy also the scores of the rows, and with AdmitAfter or OwnAdmission the
+    maximum number of counters for these rows. Rows and optimizer state in mapped files are not host memory:
+    they count as `ssd` if TorchRec's Storage has it, and their pages in memory are not counted. Each column
+    shard has its own id map, rows, scores and counters. For the memory of a batch (input and output of a
+    step) TorchRec's estimate is used.
 
     Args:
         topology: the devices.
