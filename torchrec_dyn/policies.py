@@ -247,7 +247,7 @@ def check_admission(admission: object, where: str) -> None:
             _check_integer(f"{where}.counters", admission.counters, _MOST_TIME)
     elif admission is not None and not isinstance(admission, Admission):
         raise ValueError(
-            f"{where}: expected AdmitAfter, AdmitWithProbability, Never, an OwnAdmission or None, "
+            f"{where}: expected AdmitAfter, AdmitWithProbability, OwnAdmission, Never or None, "
             f"got {admission!r}.{_object_of(admission)}"
         )
 
@@ -261,9 +261,10 @@ def check_eviction(eviction: object, where: str) -> None:
             is_policy = last is None or isinstance(last, Replacement | ExpireAfter)
     if not is_policy:
         raise ValueError(
-            f"{where}: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, an OwnEviction, "
-            "ExpireAfter, a pair (ExpireAfter, one of the others) or None, "
-            f"got {eviction!r}.{_object_of(last) or ' Write a pair as a tuple in this order.'}"
+            f"{where}: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, OwnEviction, "
+            "ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore or "
+            f"OwnEviction) or None, got {eviction!r}. Write a pair as a tuple in this order."
+            f"{_object_of(last)}"
         )
     if isinstance(last, OwnEviction):
         _check_own(last, where)

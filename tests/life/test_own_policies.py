@@ -320,10 +320,10 @@ def test_errors_of_the_users_code_change_no_table(kind, what):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"admission": Often}, r"admission: expected AdmitAfter, .*OwnAdmission .*Write Often"),
+        ({"admission": Often}, r"admission: expected AdmitAfter, .*OwnAdmission,.*Write Often"),
         ({"admission": Dense()}, "admission: expected AdmitAfter"),
         ({"admission": Often(2, counters=0)}, "admission.counters: expected an integer from 1"),
-        ({"eviction": Dense}, r"eviction: expected .* an OwnEviction, .* Write Dense\(...\)"),
+        ({"eviction": Dense}, r"eviction: expected .* OwnEviction, .* Write Dense\(...\)"),
         ({"eviction": Often()}, "eviction: expected .*in this order"),
         ({"eviction": (Dense(), EXPIRE)}, "eviction: expected .*in this order"),
     ],

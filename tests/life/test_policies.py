@@ -122,12 +122,11 @@ def test_steps_and_time_are_written_out():
             call()
 
 
-ADMISSION_RULE = (
-    "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, Never or None, got "
-)
+ADMISSION_RULE = "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, OwnAdmission, Never or None, got "
 EVICTION_RULE = (
     "DynamicTableConfig.eviction: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, "
-    "ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore) or None, got "
+    "OwnEviction, ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore or "
+    "OwnEviction) or None, got "
 )
 
 
