@@ -96,9 +96,10 @@ class OwnEviction(OwnPolicy):
 
         Args:
             last_seen: [M] int64, the step of the last occurrence before this forward.
-            counts: [M] int64, occurrences since the id got its row; 0 for an assigned row.
-            times: [M] int64, the time of the last occurrence, if `keeps_times`, else -1; 0 before the first
-                `set_time`. A row that is older than the times kept has the first of them.
+            counts: [M] int64, the occurrences as `count` of a table returns them; 0 for an assigned row.
+            times: [M] int64, the time of the last occurrence, if `keeps_times` or rows expire by time, else
+                -1; 0 before the first `set_time`. A row that is older than the times kept has the first of
+                them.
             step: the present training step of the table.
 
         With `reads_rows` there is a fifth argument, `rows` [M, columns] float32, the weights.

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from device_twins import DeviceTwins
 from life_cases import LFU, LRU, Stream, assert_seen, living_table, seen
+from mock_device import MockDevice
 from oracle import mix64
 from policy_cases import AsLeastFrequent, AsLeastRecent, ByTime, Dense, Late, Often, SmallNorm
 from table_cases import ids_of, make_group, same_state
@@ -238,6 +240,22 @@ def test_forwards_of_one_step_are_decided_by_the_step_before():
     stream.group.write_updates()
     assert stream.steps([1], [2]) == {1, 2}
     assert stream.counts(1, 2) == [5, 3] and stream.table.step == 2
+
+
+def test_a_device_decides_as_the_cpu(monkeypatch):
+    """By tensors of the device only."""
+    monkeypatch.setattr(knobs, "IDS_SCORED_TOGETHER", 16)
+    with MockDevice() as device:
+        lives = ("own", "own"), ("steps, own by time", "all"), ("own", "all")
+        twins, draw = DeviceTwins(device, *lives, limit=40), random.Random(6)
+        for step in range(12):
+            for tables in (twins.tables, twins.twins):
+                tables[1].set_time(3 * step)
+            batch = [round(draw.gauss(8 * step, 10)) for _ in range(30)]
+            twins.step(batch, batch, batch)
+            twins.compare()
+        waits, timed, alone = (one.stats() for one in twins.tables)
+        assert min(waits["counters_dropped"], timed["evicted_full"], alone["evicted_full"]) > 10
 
 
 # Errors

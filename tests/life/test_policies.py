@@ -122,7 +122,10 @@ def test_steps_and_time_are_written_out():
             call()
 
 
-ADMISSION_RULE = "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, OwnAdmission, Never or None, got "
+ADMISSION_RULE = (
+    "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, OwnAdmission, Never or "
+    "None, got "
+)
 EVICTION_RULE = (
     "DynamicTableConfig.eviction: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, "
     "OwnEviction, ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore or "
