@@ -37,6 +37,7 @@ def drifting(draw, step):
     return [round(draw.gauss(60 * step, 300)) for _ in range(200)]
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("together", [37, 1 << 20])
 @pytest.mark.parametrize("policies", PAIRS)
