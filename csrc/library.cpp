@@ -156,13 +156,13 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "Tensor begun_reused, int[] begun_reused_offsets, int[] begun_steps, Tensor? begun_counts, "
       "Tensor(d!)? begun_fills, Tensor? begun_index, Tensor? begun_places, Tensor counters) -> ()");
   // Decides which of new ids [M] get rows. occurrences [M]: in this step; asks [M] bool: false for ids that no feature
-  // that inserts has; counted [M]: the occurrences that count. rules [T, 4]: kind, number, number of squares, 1 if the
-  // table has counters; squares [T, 33] (life/admission.h). counters: the prepared maps and scores of waiting ids, [0]
-  // without any. -> places [K] of the admitted ids. first and second: four lists, one after the other: admitted ids and
-  // counts; ids and rows of counters that are not needed any more; rows of other counters, and what they count more;
-  // ids and counts of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids if `sums`,
-  // else 0; and of those that are not admitted. A GPU's host waits for these, but if all ids are admitted and nothing
-  // is summed.
+  // that inserts has, and under a policy of the user for those that it refuses; counted [M]: the occurrences that
+  // count. rules [T, 4]: kind, number, number of squares, 1 if the table has counters; squares [T, 33]
+  // (life/admission.h). counters: the prepared maps and scores of waiting ids, [0] without any. -> places [K] of the
+  // admitted ids. first and second: four lists, one after the other: admitted ids and counts; ids and rows of counters
+  // that are not needed any more; rows of other counters, and what they count more; ids and counts of new counters.
+  // numbers [T * 6] on the CPU: ids of each list; occurrences of all ids if `sums`, else 0; and of those that are not
+  // admitted. A GPU's host waits for these, but if all ids are admitted and nothing is summed.
   m.def(
       "admit(Tensor new_ids, Tensor occurrences, Tensor new_offsets, Tensor? asks, Tensor? counted, Tensor rules, "
       "Tensor squares, Tensor counters, bool sums=False) -> (Tensor places, Tensor first, Tensor second, Tensor "

@@ -41,6 +41,7 @@ from torchrec_dyn.modules import (
     ShardDescription,
     TablePlan,
 )
+from torchrec_dyn.own_policies import OwnAdmission, OwnEviction
 from torchrec_dyn.policies import (
     AdmitAfter,
     AdmitWithProbability,
@@ -100,6 +101,8 @@ __all__ = [
     "MappedFiles",
     "Never",
     "Normal",
+    "OwnAdmission",
+    "OwnEviction",
     "QuotientRemainderEmbeddingBagCollection",
     "Replicas",
     "RowRule",

@@ -316,7 +316,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
         "--counters",
         type=_from(0, 2**53, "a number from 0 to 2^53"),
         default=0,
-        help="number of ids that wait for AdmitAfter; implies --policy",
+        help="number of ids that wait for admission; implies --policy",
     )
     size.set_defaults(run=_print_size)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchrec_dyn.initializers import (
     FanInitializer,
     Initializer,
     make_numbers_plain,
 )
+from torchrec_dyn.own_policies import OwnEviction, OwnPolicy
 from torchrec_dyn.policies import (
     Admission,
-    AdmitAfter,
+    Counting,
     Eviction,
     LowestScore,
     check_admission,
@@ -74,11 +75,11 @@ class DynamicTableConfig:
             All of these also depend on the table's name and on the id.
         unseen: value of an id without a row, in evaluation and, until the id is admitted, in training:
             "zeros", or "initial" for the initial row that the id would get.
-        admission: policy for unseen ids in training: AdmitAfter, AdmitWithProbability or Never;
-            None: every unseen id gets a row.
-        eviction: policy for removing rows: LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore when the
-            table is full, ExpireAfter by age, or a pair (ExpireAfter, another of these policies); None: no
-            row is evicted, and a full table is an error.
+        admission: policy for unseen ids in training: AdmitAfter, AdmitWithProbability, Never or an
+            OwnAdmission; None: every unseen id gets a row.
+        eviction: policy for removing rows: LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore or an
+            OwnEviction when the table is full, ExpireAfter by age, or a pair (ExpireAfter, another of these
+            policies); None: no row is evicted, and a full table is an error.
         gradient: reduction of an id's gradients over W ranks. Each rank sends the sum over its own
             occurrences of the id. "mean_over_ranks": sum over ranks / W, as in TorchRec;
             "mean_over_senders": sum / number of ranks whose batch has the id; "sum": the sum. Without
@@ -154,9 +155,23 @@ class DynamicTableConfig:
         return isinstance(replacement_of(self.eviction), LowestScore)
 
     @property
+    def reads_rows(self) -> bool:
+        """True if the user's own eviction policy reads whole rows, which column shards do not have."""
+        replacement = replacement_of(self.eviction)
+        return isinstance(replacement, OwnEviction) and replacement.reads_rows
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What checkpoints contain of the options: `pooling`, and names and versions of own policies."""
+        both = {"admission": self.admission, "eviction": replacement_of(self.eviction)}
+        own = {kind: policy.label for kind, policy in both.items() if isinstance(policy, OwnPolicy)}
+        saved = {"pooling": self.pooling, "policies": own}
+        return {name: value for name, value in saved.items() if value}
+
+    @property
     def counts_waiting(self) -> bool:
-        """True if unseen ids wait for admission (AdmitAfter), each with a counter."""
-        return isinstance(self.admission, AdmitAfter)
+        """True if unseen ids wait for admission (AdmitAfter, OwnAdmission), each with a counter."""
+        return isinstance(self.admission, Counting)
 
 
 def _check_features(features: tuple[FeatureUse, ...], where: str) -> None:

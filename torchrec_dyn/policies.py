@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import NoReturn
 
 from torchrec_dyn.initializers import make_numbers_plain
+from torchrec_dyn.own_policies import OwnAdmission, OwnEviction, OwnPolicy
 
 # A score has 32 bits for the count of a row and 32 for its last step; a free row has the step 2^32 - 1.
 MOST_COUNT = 2**32 - 1
@@ -232,32 +233,59 @@ class ExpireAfter:
             _check_integer("ExpireAfter.time", self.time, _MOST_TIME)
 
 
-Admission = AdmitAfter | AdmitWithProbability | Never
-Replacement = LeastRecentlyUsed | LeastFrequentlyUsed | LowestScore
+Counting = AdmitAfter | OwnAdmission  # with counters of waiting ids
+Admission = Counting | AdmitWithProbability | Never
+Replacement = LeastRecentlyUsed | LeastFrequentlyUsed | LowestScore | OwnEviction
 Eviction = Replacement | ExpireAfter | tuple[ExpireAfter, Replacement]
 
 
 def check_admission(admission: object, where: str) -> None:
     """Raises ValueError unless `admission` is an admission policy or None."""
-    if admission is not None and not isinstance(admission, Admission):
+    if isinstance(admission, OwnAdmission):
+        _check_own(admission, where)
+        if admission.counters is not None:
+            _check_integer(f"{where}.counters", admission.counters, _MOST_TIME)
+    elif admission is not None and not isinstance(admission, Admission):
         raise ValueError(
-            f"{where}: expected AdmitAfter, AdmitWithProbability, Never or None, got {admission!r}."
+            f"{where}: expected AdmitAfter, AdmitWithProbability, OwnAdmission, Never or None, "
+            f"got {admission!r}.{_object_of(admission)}"
         )
 
 
 def check_eviction(eviction: object, where: str) -> None:
     """Raises ValueError unless `eviction` is an eviction policy, a pair of them, or None."""
-    if eviction is None or isinstance(eviction, Replacement | ExpireAfter):
-        return
     match eviction:
-        case (ExpireAfter(), replacement) if isinstance(eviction, tuple):
-            if isinstance(replacement, Replacement):
-                return
-    raise ValueError(
-        f"{where}: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, ExpireAfter, "
-        "a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore) or None, "
-        f"got {eviction!r}. Write a pair as a tuple in this order."
-    )
+        case (ExpireAfter(), last) if isinstance(eviction, tuple):
+            is_policy = isinstance(last, Replacement)
+        case last:
+            is_policy = last is None or isinstance(last, Replacement | ExpireAfter)
+    if not is_policy:
+        raise ValueError(
+            f"{where}: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, OwnEviction, "
+            "ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore or "
+            f"OwnEviction) or None, got {eviction!r}. Write a pair as a tuple in this order."
+            f"{_object_of(last)}"
+        )
+    if isinstance(last, OwnEviction):
+        _check_own(last, where)
+
+
+def _object_of(given: object) -> str:
+    """Returns the remedy if a policy's class was given in place of an object."""
+    return f" Write {given.__name__}(...)." if isinstance(given, type) else ""
+
+
+def _check_own(policy: OwnPolicy, where: str) -> None:
+    if not isinstance(policy.name, str):
+        raise ValueError(
+            f"{where}: expected a string as the name of {policy!r}, got {policy.name!r}."
+        )
+    _check_integer(f"{where}: version of {policy!r}", policy.version, _MOST_TIME)
+    if type(policy).__hash__ is None:
+        raise ValueError(
+            f"{where}: expected a policy that can be hashed, got {policy!r}. Write its class without "
+            "__eq__; a dataclass with frozen=True."
+        )
 
 
 def age_limit_of(eviction: Eviction | None) -> ExpireAfter | None:
@@ -273,8 +301,10 @@ def replacement_of(eviction: Eviction | None) -> Replacement | None:
 
 
 def is_timed(eviction: Eviction | None) -> bool:
-    """Returns True if rows expire, or counts decay, by the time that the user sets."""
+    """Returns True if the time that the user sets decides: about expiry, decay, or the user's scores."""
     age_limit, replacement = age_limit_of(eviction), replacement_of(eviction)
+    if isinstance(replacement, OwnEviction) and replacement.keeps_times:
+        return True
     half_life = getattr(replacement, "half_life_time", None)
     return half_life is not None or (age_limit is not None and age_limit.time is not None)
 

@@ -28,7 +28,21 @@ class RuleState:
     initial: float = 0.0
 
 
-class RowRule(ABC):
+class ByValue:
+    """Equal objects have the same class and attributes, which are plain numbers."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(sorted(vars(self)))))
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({numbers})"
+
+
+class RowRule(ByValue, ABC):
     """An update rule of rows in Python. Subclass it, and pass an object as `fused_params["optimizer"]`.
 
     A checkpoint contains the names of the rule and of its states, never the class; loading it into a model
@@ -65,16 +79,6 @@ class RowRule(ABC):
             learning_rate: the present learning rate.
             step: number of training steps of the table, starting at 1.
         """
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((type(self), tuple(sorted(vars(self)))))
-
-    def __repr__(self) -> str:
-        numbers = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
-        return f"{type(self).__name__}({numbers})"
 
 
 class Lion(RowRule):

@@ -13,6 +13,7 @@ enum class AdmissionKind : int64_t {
   kAll,     // of the ids that ask
   kCount,   // from `number` counted occurrences on
   kChance,  // with 1 - (1 - p)^occurrences, by a draw from the mixed word `number`
+  kOwn,     // waiting ids that ask: the user's code has said so
 };
 
 // Powers (1 - p)^(2^bit) of a chance of refusal, for the bits of a count.
@@ -70,15 +71,20 @@ struct NewIdsToAdmit {
   }
   TORCHREC_DYN_BOTH int64_t occurred(int64_t i) const { return count(i, 0); }
 
+  TORCHREC_DYN_BOTH bool admits(const AdmissionRule& rule, const double* own_squares, int64_t i, int64_t count,
+                                bool has_counter) const {
+    if (rule.kind == AdmissionKind::kCount) return count >= rule.number;
+    if (rule.kind == AdmissionKind::kChance) return is_drawn(rule, own_squares, ids[i], count);
+    return has_counter && asks != nullptr && asks[i];
+  }
+
   TORCHREC_DYN_BOTH Admitted decide(int64_t i, int64_t t, int64_t count, bool has_counter) const {
     const AdmissionRule& rule = rules[t];
     if (rule.kind == AdmissionKind::kAll) return asks == nullptr || asks[i] ? Admitted::kPlain : Admitted::kLeft;
     // An id of which no occurrence counts is never admitted, and its counter stays as it is.
     if (counted != nullptr && counted[i] <= 0) return Admitted::kLeft;
-    const bool is_admitted = rule.kind == AdmissionKind::kCount
-                                 ? count >= rule.number
-                                 : is_drawn(rule, squares + t * kMostSquares, ids[i], count);
-    if (is_admitted) return has_counter ? Admitted::kCounted : Admitted::kPlain;
+    if (admits(rule, squares + t * kMostSquares, i, count, has_counter))
+      return has_counter ? Admitted::kCounted : Admitted::kPlain;
     if (rule.has_counters == 0) return Admitted::kLeft;
     return has_counter ? Admitted::kSeen : Admitted::kBegun;
   }

@@ -49,7 +49,7 @@ struct AdmitCall {
     check_size(kOp, "the elements of squares", kMostSquares * tables(), squares.numel());
     for (const AdmissionRule& rule : read_rules()) {
       const auto kind = static_cast<int64_t>(rule.kind);
-      TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2 && rule.squares >= 0 && rule.squares <= kMostSquares &&
+      TORCHREC_DYN_CHECK(kind >= 0 && kind <= 3 && rule.squares >= 0 && rule.squares <= kMostSquares &&
                              (kind != 2 || rule.squares > 0) && (rule.has_counters == 0 || waiting != nullptr),
                          kOp, ": expected rules of kind, number, squares and whether they have counters, got ", kind,
                          ", ", rule.number, ", ", rule.squares, " and ", rule.has_counters, ".");

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from policy_cases import SmallNorm
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
 from sharded_training import batches, collection_of, outputs_by_name, shard
 from torch import nn
@@ -117,6 +118,36 @@ def test_other_kernels_are_refused(kernel: str) -> None:
     plan["t"].compute_kernel = kernel
     (text,) = workers.run(refuse_plan, True, plan, world_size=1)
     assert f"(table='t'): expected compute kernel 'fused', got '{kernel}'. In a plan" in text
+
+
+def shard_whole_rows(kinds: dict[str, Pieces]) -> list[str]:
+    """Shards a table whose policy reads rows under plans in turn; returns what each raises, or nothing."""
+    config, told = dyn.DynamicTableConfig(eviction=SmallNorm()), []
+    for kind, pieces in kinds.items():
+        table = Table("t", ["a"], shard_by_hand(kind, pieces), 8, config=config)
+        try:
+            shard(Case([table]), collection_of(Case([table])))
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_columns_of_rows_that_a_policy_reads_are_refused() -> None:
+    cut, rows = [([0], 0, 4), ([1], 4, 4)], [([0, 1], 0, 8)]
+    both_rows = [([0, 1], 0, 4), ([0, 1], 4, 4)]
+    refused: dict[str, Pieces] = {
+        "column_wise": cut, "table_column_wise": cut, "grid_shard": both_rows,
+    }  # fmt: skip
+    for told in workers.run(shard_whole_rows, refused, world_size=2):
+        for kind, text in zip(refused, told, strict=True):
+            assert (
+                "(table='t'): expected one column shard, since SmallNorm() reads whole rows, got "
+                f"'{kind}' with 2 column shards. Choose one of ['table_wise', 'row_wise', "
+                "'table_row_wise']."
+            ) in text
+    allowed = {"table_wise": WHOLE, "column_wise": WHOLE, "row_wise": rows, "table_row_wise": rows}
+    assert workers.run(shard_whole_rows, allowed, world_size=2) == [[""] * 4] * 2
 
 
 def test_missing_and_unknown_tables_are_refused() -> None:

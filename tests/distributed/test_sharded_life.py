@@ -1,6 +1,8 @@
 """Full tables: whatever the plan, every shard lives as the unsharded table does."""
 
 import gc
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +11,18 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from life_cases import stream_stats
+from policy_cases import ByTime, Dense, Often, SmallNorm
 from sharded_cases import Case, Table, shard_by_hand
 from sharded_life import Beside, Forward, drifting_batch
 from sharded_training import collection_of, outputs_by_name
+from sharded_training import tables_of as local_tables
 from shards import deep_but
 
 import torchrec_dyn as dyn
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
 FADING = dyn.LeastFrequentlyUsed(half_life_steps=4)
+NORM: tuple[dict[str, Any], int, list[str]] = ({"eviction": SmallNorm()}, 135, ["evicted_full"])
 NEGATIVES = (dyn.FeatureUse("b", inserts=False, counts=False),)
 
 # Table -> policies, limit, and what must have happened to it at the end of a run. Ranks that share 150 rows
@@ -38,8 +43,13 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
                 135, ["refused", "evicted_full"]),
     "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
                ["refused", "evicted_full"]),
+    "own": ({"admission": Often(3, counters=24), "eviction": (dyn.ExpireAfter(time=25), ByTime())},
+            110, ["refused", "waiting", "counters_dropped", "evicted_full"]),
+    "own_alone": ({"eviction": Dense()}, 135, ["evicted_full"]),
     "negatives": ({"eviction": LRU, "features": NEGATIVES}, 90, ["evicted_full", "refused"]),
 }  # fmt: skip
+UNDER_EVERY_PLAN = [*LIVES]
+LIVES |= {"norm": NORM, "norm_of_rows": NORM, "norm_of_one": NORM}  # reads whole rows
 
 DIM = 6
 Plan = tuple[str, list[tuple[list[int], int, int]]]
@@ -134,11 +144,12 @@ def check_lives(
 
 # Plan, lives, steps, whether the optimizer is Adam. "all kinds" has columns of three ranks, too.
 EVERYDAY = [
-    ("columns on 0, 1, 0", ["recent", "timed", "after", "scored"], 20, False),
-    ("all kinds", ["frequent", "after_few", "chance", "scored", "negatives"], 23, False),
+    ("columns on 0, 1, 0", ["recent", "timed", "after", "scored", "own"], 20, False),
+    ("all kinds", ["frequent", "after_few", "own", "scored", "own_alone"], 23, False),
+    ("all kinds", ["chance", "negatives"], 23, False),
 ]
-SHORT = [(plan, [*LIVES], 26, bool(turn % 2)) for turn, plan in enumerate(MIXED)]
-LONG = [(plan, [*LIVES], 200, bool(turn % 2)) for turn, plan in enumerate([*MIXED, *EACH])]
+SHORT = [(plan, UNDER_EVERY_PLAN, 26, bool(turn % 2)) for turn, plan in enumerate(MIXED)]
+LONG = [(plan, UNDER_EVERY_PLAN, 200, bool(turn % 2)) for turn, plan in enumerate([*MIXED, *EACH])]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +164,35 @@ def test_every_shard_lives_as_the_unsharded_table(
 def test_tables_of_a_maximum_live_as_the_unsharded_table() -> None:
     lives = ["recent", "scored", "negatives", "timed", "chance"]  # one under each plan
     check_lives(MIXED["all kinds"], lives, 26, "MAX")
+
+
+# A score of whole rows needs plans that do not cut them.
+WHOLE_ROWS: list[Plan] = [TABLE, ROWS, ("column_wise", TABLE[1])]
+
+
+def test_scores_of_rows_are_the_same_wherever_rows_are_whole() -> None:
+    check_lives((2, 2, False, WHOLE_ROWS), ["norm", "norm_of_rows", "norm_of_one"], 20)
+
+
+def move(case: Case, plans: list[Plan]) -> None:
+    """Trains and moves the tables to one plan after the other: they live on as the unsharded ones."""
+    beside, steps = Beside(case), iter(range(8 * len(plans)))
+    for plan in plans:
+        for step in itertools.islice(steps, 8):
+            beside.set_time(step)
+            beside.step(drifting_batch(case, step))
+            beside.check(stats=False)
+        changed = {table.name: shard_by_hand(*plan, rows=table.rows) for table in case.tables}
+        model: Any = beside.model
+        model.sharders[0].reshard(beside.collection, changed, model._env, model.device)
+        tables = [replace(table, plan=changed[table.name]) for table in case.tables]
+        beside.case, beside.shards = replace(case, tables=tables), local_tables(beside.collection)
+        beside.check(stats=False)
+
+
+def test_tables_of_own_policies_move() -> None:
+    case = Case(tables_of([TABLE], ["own", "own_alone"]), longest_bag=24)
+    workers.run(move, case, [TURNED, TABLE, UNEVEN, TURNED], world_size=2)
 
 
 # Evaluation changes nothing; rows trained before sharding keep their life

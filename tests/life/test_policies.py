@@ -123,11 +123,13 @@ def test_steps_and_time_are_written_out():
 
 
 ADMISSION_RULE = (
-    "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, Never or None, got "
+    "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, OwnAdmission, Never or "
+    "None, got "
 )
 EVICTION_RULE = (
     "DynamicTableConfig.eviction: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, "
-    "ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore) or None, got "
+    "OwnEviction, ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore or "
+    "OwnEviction) or None, got "
 )
 
 

@@ -201,7 +201,7 @@ WRONG = [
     ("remove_rows_", {"rows": whole(0, 8, 0)}, r"rows in \[0, 8\), got 8"),
     ("remove_rows_", {"rows": whole(0, 2, -1)}, r"rows in \[0, 4\), got -1"),
     *(("admit", {"rules": whole(*rule, 0, 0, 0, 0)}, f"they have counters, got {rule[0]}, {rule[1]}, ")
-      for rule in ((3, 1, 0, 0), (-1, 1, 0, 0), (2, 1, 0, 0), (0, 1, 34, 0), (1, 1, -1, 0))),
+      for rule in ((4, 1, 0, 0), (-1, 1, 0, 0), (2, 1, 0, 0), (0, 1, 34, 0), (1, 1, -1, 0))),
     ("admit", {"counters": whole()}, "whether they have counters, got 1, 9, 0 and 1"),
     ("admit", {"counters": whole(3)}, "the result of prepare_tables"),
     ("admit", {"new_offsets": whole()}, r"new_offsets \[T \+ 1\], got none"),

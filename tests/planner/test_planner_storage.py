@@ -11,6 +11,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from hypothesis import example, given
 from hypothesis import strategies as st
 from planned_cases import POOLED, options, topology
+from policy_cases import Often
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import collection_of
 from sharded_training import shard as sharded
@@ -423,6 +424,7 @@ def test_default_counters_are_priced_by_the_rows(expected, counters):
         }
 
     by_default = prices(DynamicTableConfig(admission=AdmitAfter(2)))
+    assert by_default == prices(DynamicTableConfig(admission=Often(2)))
     without = prices(DynamicTableConfig(admission=Never()))
     (added,) = (a - b for a, b in zip(by_default["table_wise"], without["table_wise"], strict=True))
     assert added == 8 * counters + most_slots(counters) * SLOT_BYTES

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from life_cases import ADMISSIONS, EVICTIONS, Held, SideBySide, living_table
 from life_model import MOST, Counted, LifeModel, Row
-from oracle import EXTREME_IDS, mix64
+from oracle import EXTREME_IDS
 from replica_cases import side_of, sync
 from table_cases import ids_of, make_group, same_state
 
@@ -154,7 +154,7 @@ def _write(
     one.times = list(times)
     model.clock = times[-1]
     surplus = len(model.rows) - model.limit
-    for number in sorted(model.rows, key=lambda n: (model._score(n)[0], mix64(n)))[
+    for number in sorted(model.rows, key=lambda n: model._score(n, model.step + 1))[
         : max(0, surplus)
     ]:
         model._drop(number, "evicted_full")

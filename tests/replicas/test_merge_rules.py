@@ -4,6 +4,7 @@ import pytest
 import torch
 from life_cases import Stream
 from oracle import unmixed
+from policy_cases import SmallNorm
 from replica_cases import side_of, sync
 from table_cases import ids_of, same_state
 
@@ -104,6 +105,30 @@ def test_the_cut_is_exact_and_by_merged_counts():
     assert len(counts) == 200  # not a 64th less
     assert {n for n in counts if n < 100} == {*range(100)} and counts[150] == 3
     assert one.stat("evicted_full") == 150 and other.stat("evicted_full") == 150
+
+
+def test_own_scores_cut_by_merged_rows_and_their_errors_change_nothing():
+    """Of replicas over their limit; the score of one breaks once."""
+    streams, sides = replicas_of(eviction=SmallNorm(), limit=60)
+    for replica, stream in enumerate(streams):
+        stream.step(*range(50 * replica, 50 * replica + 55))
+    before = [stream.table.export_state() for stream in streams]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SmallNorm, "score", lambda *given: given[1].float())
+        with pytest.raises(ValueError, match=r"DynamicTable\('t'\): expected scores of SmallNorm"):
+            sync(sides)
+    for stream, state in zip(streams, before, strict=True):
+        assert same_state(stream.table.export_state(), state) and stream.stat("evicted_full") == 0
+    merged = {}
+    for stream in streams:
+        held = sorted(stream.ids())
+        merged |= dict(zip(held, rows_of(stream, *held), strict=True))
+    for number in {*streams[0].ids()} & {*streams[1].ids()}:
+        merged[number] = torch.stack([rows_of(one, number)[0] for one in streams]).mean(0)
+    order = sorted(merged, key=lambda number: merged[number].double().square().sum().item())
+    sync(sides)
+    assert {*equal_states(streams)["ids"].tolist()} == {*order[-60:]}
+    assert [stream.stat("evicted_full") for stream in streams] == [45, 45]
 
 
 def test_counts_are_added_up_once():

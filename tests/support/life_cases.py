@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 from life_model import LifeModel, TooFew
 from oracle import canonical_order, chance, draw_of, unmix64
+from policy_cases import ByTime, Dense, Often
 from table_cases import ids_of, make_group, make_table, same_state, without_probes
 from torch import Tensor
 
@@ -30,12 +31,15 @@ EVICTIONS = {
     "time, lru": (TIME, LRU),
     "time, lfu": (TIME, LFU),
     "half, lfu": dyn.LeastFrequentlyUsed(half_life_steps=3),
+    "own": Dense(),
+    "steps, own by time": (STEPS, ByTime()),
     "half by time, lfu": (dyn.ExpireAfter(steps=9), dyn.LeastFrequentlyUsed(half_life_time=7)),
 }
 ADMISSIONS = {
     "all": None,
     "count": dyn.AdmitAfter(2),
     "count, few counters": dyn.AdmitAfter(3, counters=3),
+    "own": Often(3, counters=4),
     "chance": dyn.AdmitWithProbability(0.4),
     "never": dyn.Never(),
 }

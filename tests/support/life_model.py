@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
 from oracle import mix64
+from torch import Tensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs
@@ -23,6 +25,10 @@ MOST = 2**32 - 1  # the largest count
 
 Use = tuple[bool, bool]  # whether an occurrence inserts, and whether it counts
 ALL: Use = (True, True)
+
+
+def as_int64(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _counted(ids: list[int], uses: list[Use] | None) -> set[int]:
@@ -66,14 +72,20 @@ class LifeModel:
                 self.steps_kept, self.time_kept = policy.steps, policy.time
             if isinstance(policy, dyn.LeastFrequentlyUsed | dyn.LowestScore):
                 self.half_steps, self.half_time = policy.half_life_steps, policy.half_life_time
+        self.own = next((p for p in policies if isinstance(p, dyn.OwnEviction)), None)
         self.is_timed = self.time_kept is not None or self.half_time is not None
+        self.is_timed |= self.own is not None and self.own.keeps_times
         self.drops_oldest = any(isinstance(p, dyn.LeastRecentlyUsed) for p in policies)
         lowest = [p for p in policies if isinstance(p, dyn.LeastFrequentlyUsed | dyn.LowestScore)]
         self.drops_rarest = bool(lowest)
         self.unit = next((p.unit for p in lowest if isinstance(p, dyn.LowestScore)), None)
-        self.makes_room = self.drops_oldest or self.drops_rarest
+        self.makes_room = self.drops_oldest or self.drops_rarest or self.own is not None
         self.admission, self.is_drawn = config.admission, is_drawn
-        self.counts_first = isinstance(config.admission, dyn.AdmitAfter)
+        self.asks = isinstance(config.admission, dyn.OwnAdmission)
+        self.allowed: set[int] = (
+            set()
+        )  # waiting ids that may get a row in the open step, if it asks
+        self.counts_first = self.asks or isinstance(config.admission, dyn.AdmitAfter)
         self.has_life = config.admission is not None or config.eviction is not None
         self.limit = limit
         self.rows: dict[int, Row] = {}
@@ -87,6 +99,16 @@ class LifeModel:
     def due(self) -> set[int]:
         """Returns the ids with a row that expire at the next step."""
         return {number for number, row in self.rows.items() if self._is_due(row)}
+
+    def _allowed(self) -> set[int]:
+        """Asks at the end of a step about all ids that wait; returns those that may get a row."""
+        if not self.is_open:
+            waiting = [n for n, counted in self.waiting.items() if not self._is_due(counted)]
+            counts = [self.waiting[n].count for n in waiting]
+            told = self.admission.admit(as_int64(waiting), as_int64(counts), self.step)
+            self.allowed = {n for n, is_in in zip(waiting, told.tolist(), strict=True) if is_in}
+        self.allowed &= self.waiting.keys()
+        return self.allowed
 
     @property
     def next_step(self) -> int:
@@ -102,6 +124,7 @@ class LifeModel:
     def admitted(self, ids: list[int], uses: list[Use] | None = None) -> dict[int, int]:
         """Returns the unseen ids of a batch that get a row, with their first counts."""
         due, taken = self.due(), {}
+        allowed = self._allowed() if self.asks else set()
         asking: Counter[int] = Counter()
         for number, (inserts, counts) in zip(ids, uses or [ALL] * len(ids), strict=True):
             if inserts:
@@ -114,7 +137,8 @@ class LifeModel:
             elif self.counts_first:
                 counted = self.waiting.get(number)
                 total = times + (0 if counted is None or self._is_due(counted) else counted.count)
-                if times and total >= self.admission.count:
+                is_in = number in allowed if self.asks else total >= self.admission.count
+                if times and is_in:
                     taken[number] = total
             elif not isinstance(self.admission, dyn.Never) and (
                 times and self.is_drawn(number, times, self.next_step)
@@ -174,6 +198,7 @@ class LifeModel:
             self.waiting.pop(number, None)
             self._start(number, self.step, count if self.unit is None else first[number])
         self._drop_counters(rows_before)
+        self.allowed &= self.waiting.keys()
         return [self.rows[number].born if number in self.rows else None for number in ids]
 
     def _seen(self, step: int) -> set[int]:
@@ -187,8 +212,12 @@ class LifeModel:
             for number in others[: max(surplus, self.limit // 64)]:
                 self._drop(number, "evicted_full")
 
-    def _score(self, number: int) -> tuple[int, int]:
+    def _score(self, number: int, step: int | None = None) -> tuple[int, int]:
         row = self.rows[number]
+        if self.own is not None:
+            time = (row.time or 0) if self.is_timed else -1
+            told = (as_int64([one]) for one in (row.last_seen, row.count, time))
+            return (int(self.own.score(*told, step or self.step)), mix64(number))
         if self.drops_oldest:
             return (row.last_seen, mix64(number))
         if self.half_steps is None and self.half_time is None:
@@ -229,6 +258,7 @@ class LifeModel:
         self.causes[cause] += 1
 
     def erase(self, ids: list[int]) -> None:
+        self.allowed -= {*ids}
         for number in set(ids):
             self.waiting.pop(number, None)
             if number in self.rows:

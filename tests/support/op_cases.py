@@ -532,7 +532,7 @@ def draw_choose_listed(rng: random.Random) -> Arguments:
 
 def draw_rule(rng: random.Random, has_counters: bool) -> tuple[list[int], list[float]]:
     """Returns a rule of admission, and the powers of its chance of refusal."""
-    kind, powers = rng.randrange(3), [1.0] * 33
+    kind, powers = rng.randrange(4), [1.0] * 33
     if kind == 2:
         powers[0] = rng.choice((0.0, 0.5, rng.random(), 1.0 - 1e-9, 1.0))
         for bit in range(1, 33):

@@ -344,6 +344,10 @@ SAMPLES = {
             asks=torch.tensor([True, False, True, False, True]), counted=whole(1, 0, 4, -1, 2),
         ),
         lambda: admit_sample(
+            asks=torch.tensor([True, True, False, False, True]),
+            rules=whole(3, 0, 0, 1, 2, -5, 2, 0).view(2, 4),
+        ),
+        lambda: admit_sample(
             rules=whole(0, 0, 0, 0, 1, 2, 0, 0).view(2, 4), counters=torch.empty(0, dtype=I64),
         ),
     ],

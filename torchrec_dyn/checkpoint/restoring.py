@@ -37,6 +37,7 @@ from torchrec_dyn.checkpoint_format import (
     optimizer_config,
     read_chain,
     renamed_keys,
+    warn_of_policies,
 )
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
@@ -198,6 +199,9 @@ class LineLoad:
             if all(table.key in saved for saved in saves):
                 source = MergedTable([saved[table.key] for saved in saves])
                 self._staged.append(StagedTable(table, source))
+                if not self.rank:
+                    where = f"{self.entry.path}(table={table.name!r})"
+                    warn_of_policies(where, saves[-1][table.key].config, table.config)
         self._commits = [rows.replacing() for rows in self._staged]
 
     def commit(self, sums: Sequence[Sequence[Mapping[str, int]]]) -> None:

@@ -84,9 +84,11 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     mean_over_cuts,
     named_initializer,
     optimizer_config,
+    own_policies_of,
     saved_initializer,
     table_config,
     to_bytes,
+    warn_of_policies,
 )
 from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
 from torchrec_dyn.checkpoint_format.saved_tensor import Part, SavedTensor, numbers_of, whole_tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -30,9 +31,9 @@ def table_config(
     seed: int,
     dtype: torch.dtype,
     initializer: Initializer,
-    pooling: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the config of a table, which describes its rows; `pooling` is that of its options."""
+    """Returns the config of a table, which describes its rows; `options` are `DynamicTableConfig.saved`."""
     fields = dataclasses.asdict(initializer)
     config = {
         "format": FORMAT,
@@ -42,7 +43,26 @@ def table_config(
         "rows": str(dtype).removeprefix("torch."),
         "initializer": {"name": type(initializer).__name__, **fields},
     }
-    return {**config, "pooling": pooling} if pooling else config
+    return {**config, **(options or {})}
+
+
+def own_policies_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names of a table's own policies by "admission" and "eviction", as its config has them."""
+    return dict(config.get("policies", {}))
+
+
+def warn_of_policies(where: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Warns if a table was trained with a policy of the user's that it does not have now."""
+    present = own_policies_of(own)
+    for kind, name in own_policies_of(saved).items():
+        if present.get(kind) != name:
+            warnings.warn(
+                f"{where}: expected the {kind} policy of the checkpoint, {name}, got "
+                f"{present.get(kind, 'none of your own')}. The table goes on by its present policies, from "
+                "the saved counts.",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def optimizer_config(optimizer: RowOptimizer, cuts: list[int]) -> dict[str, Any]:

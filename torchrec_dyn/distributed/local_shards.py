@@ -171,7 +171,7 @@ class LocalShards:
             group=self._group,
             lock=self.lock,
             device=self.device,
-            config=table_config(name, columns, dynamic.seed, dtype, initializer, dynamic.pooling),
+            config=table_config(name, columns, dynamic.seed, dtype, initializer, dynamic.saved),
             options=dynamic,
             optimizer=self.optimizers[name],
             initializers=self._initializers,

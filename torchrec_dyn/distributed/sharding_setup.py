@@ -27,7 +27,14 @@ from torchrec_dyn.modules import (
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
-from torchrec_dyn.ranks import checked_plan, config_of_share, host_group, row_limit, table_layouts
+from torchrec_dyn.ranks import (
+    SHARDING_TRAITS,
+    checked_plan,
+    config_of_share,
+    host_group,
+    row_limit,
+    table_layouts,
+)
 from torchrec_dyn.sharding import MAX_WIDTH_KEY, OPTIONS_KEY, TableOptions
 
 
@@ -125,7 +132,9 @@ class ShardingSetup(nn.Module):
         self.configs = [copy.deepcopy(table.config) for table in tables.values()]
         for config in self.configs:
             config.enable_embedding_update = False  # TorchRec would write by position
-        self.layouts = table_layouts(self.configs, plan, env, list(sharded.sharding_classes), where)
+        types = list(sharded.sharding_classes)
+        self.layouts = table_layouts(self.configs, plan, env, types, where)
+        self._whole_columns = [kind for kind in types if not SHARDING_TRAITS[kind].cuts_columns]
         self.plan = checked_plan(plan, where)
         self.dynamic = {name: table.dynamic for name, table in tables.items()}
         self.features = [name for config in self.configs for name in config.feature_names]
@@ -162,6 +171,12 @@ class ShardingSetup(nn.Module):
                 self.plan[name],
                 self.layouts[name],
             )
+            if table.dynamic.reads_rows and len(layout.pieces) > 1:
+                raise ValueError(
+                    f"{where}: expected one column shard, since {table.dynamic.eviction!r} reads whole rows, "
+                    f"got '{plan.sharding_type}' with {len(layout.pieces)} column shards. Choose one "
+                    f"of {listed(self._whole_columns)}."
+                )
             chosen = chosen_fused_params(table.weight, fused_params, where)
             if chosen is None:
                 by_default.append(name)

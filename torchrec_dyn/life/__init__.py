@@ -26,6 +26,6 @@ from torchrec_dyn.life.admission import (
 from torchrec_dyn.life.clock import Clock, time_fault
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.lowest_rows import expired_rows, list_rows, lowest_rows
-from torchrec_dyn.life.row_life import STEPS_WITHOUT_TIME, RowLife
+from torchrec_dyn.life.row_life import STEPS_WITHOUT_TIME, RowLife, SearchedRows
 from torchrec_dyn.life.saved_life import BY_ROW, LIFE, NOT_BY_ROW, check_life, last_step
 from torchrec_dyn.life.scores import NO_STEP, SCORE_BYTES, ScoredMaps, Scores

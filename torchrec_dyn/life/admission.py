@@ -1,4 +1,4 @@
-"""Admission: which ids without a row get one, and the counts of waiting ids (`AdmitAfter`).
+"""Admission: which ids without a row get one, and the counts of waiting ids (`policies.Counting`).
 
 One op decides for all tables (csrc/life/admission.h). The draw of `AdmitWithProbability` for an id at a step
 is a pure function of the table's key, the id and the step, so every column shard and every run decides the
@@ -20,7 +20,14 @@ from torchrec_dyn import knobs, ops
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.lowest_rows import ListedRows, Search, joined_rows, lowest_rows
 from torchrec_dyn.life.scores import SCORE_BYTES, ScoredMaps, Scores
-from torchrec_dyn.policies import Admission, AdmitAfter, AdmitWithProbability, Never
+from torchrec_dyn.own_policies import OwnAdmission
+from torchrec_dyn.policies import (
+    Admission,
+    AdmitAfter,
+    AdmitWithProbability,
+    Counting,
+    Never,
+)
 from torchrec_dyn.storage import (
     Added,
     Chosen,
@@ -45,7 +52,7 @@ COUNTERS_A_ROW = 4
 
 def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int:
     """Returns the maximum number of waiting ids of a table with this row limit and `rows` rows in use."""
-    if not isinstance(admission, AdmitAfter):
+    if not isinstance(admission, Counting):
         return 0
     return admission.counters or min(row_limit, max(knobs.LEAST_COUNTERS, COUNTERS_A_ROW * rows))
 
@@ -138,15 +145,16 @@ class AdmissionCounters:
 
 
 class Asked(NamedTuple):
-    """What the features of M ids without a row ask for, if some do not insert or do not count.
+    """What is asked for M ids without a row, if some features do not insert or count, or the user decides.
 
     Attributes:
-        asks: [M] bool, True if a feature that inserts has the id.
-        counted: [M] int64, occurrences in this step that count for admission: of features that insert.
+        asks: [M] bool, True if a feature that inserts has the id, and under OwnAdmission what that answers.
+        counted: [M] int64, occurrences in this step that count for admission: of features that insert; None:
+            all of them.
     """
 
     asks: Tensor
-    counted: Tensor
+    counted: Tensor | None
 
 
 class Admitted(NamedTuple):
@@ -220,6 +228,8 @@ class AdmissionRule:
             # The word before those with which updates round (csrc/storage/rounding.h): no bits are shared.
             word = _mixed((self._key + step * _GOLDEN) & _WORD)
             return 2, word - (word >> 63 << 64), self._bits, 0
+        if isinstance(self._admission, OwnAdmission):
+            return 3, 0, 0, int(self._has_counters)
         return (1, _NEVER, 0, 0) if isinstance(self._admission, Never) else (0, 0, 0, 0)
 
 

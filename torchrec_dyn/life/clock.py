@@ -75,6 +75,11 @@ class Clock:
         if 2 * dropped > len(self._steps):  # more than half, so moving the rest costs O(1) a step
             self._steps, self._times = self._steps[dropped:], self._times[dropped:]
 
+    def keep_last(self, most: int) -> None:
+        """Drops all but the last `most` times, once there are twice as many."""
+        if len(self._steps) > most:
+            self.forget_before(self._steps[-most])
+
     def export(self) -> Tensor:
         """Returns first steps and their times, [2, K] int64 on the CPU."""
         times = self._times[: len(self._steps)]

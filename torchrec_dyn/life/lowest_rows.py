@@ -11,7 +11,7 @@ Legend: M rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,9 +21,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
-from torchrec_dyn.life.scores import NO_STEP
-from torchrec_dyn.storage import Chosen, host_numbers, joined, keep_in_use, parts_of, to_host
+from torchrec_dyn import knobs, ops
+from torchrec_dyn.life.scores import NO_STEP, Scores
+from torchrec_dyn.storage import (
+    Chosen,
+    IdMap,
+    canonical_keys,
+    canonical_order,
+    host_numbers,
+    joined,
+    keep_in_use,
+    parts_of,
+    to_host,
+)
 
 _NO_HALF_LIVES = [-1] * 40  # csrc/life/scores.h
 
@@ -72,6 +82,22 @@ class ListedRows:
         return int(self._seen_at[self._first]) if len(self) else NO_STEP
 
 
+class OwnScores(NamedTuple):
+    """The rows of a table, and the user's scores of them.
+
+    Attributes:
+        id_map: of the ids.
+        words: last_seen and count of each row.
+        of: returns the user's scores [M] int64 of rows, last_seen and counts, [M] int64 each.
+        left_out: [N] int64, rows that are not chosen, and -1; None if there are none.
+    """
+
+    id_map: IdMap
+    words: Scores
+    of: Callable[[Tensor, Tensor, Tensor], Tensor]
+    left_out: Tensor | None = None
+
+
 class Search(NamedTuple):
     """A search for the `most` lowest rows of a table.
 
@@ -83,6 +109,7 @@ class Search(NamedTuple):
         listed: rows listed in advance; None to search each time.
         ahead: number of rows that a search lists.
         until: as `before`, for a search that lists nothing; None if it is the same.
+        own: the user's scores, which decide in place of counts; None if there are none.
     """
 
     table: int
@@ -94,6 +121,7 @@ class Search(NamedTuple):
     listed: ListedRows | None = None
     ahead: int = 0
     until: int | None = None
+    own: OwnScores | None = None
 
     @property
     def lists(self) -> bool:
@@ -126,6 +154,7 @@ def lowest_rows(
     """
     listed = [one for one in searches if one.lists]
     chosen = _listed(listed, like, handle, kept) if listed else []
+    chosen += [_scored(one, one.own, kept) for one in searches if one.own is not None]
     found = {t for part in chosen for t in part.sizes}
     others = [one for one in searches if one.table not in found]
     if others:
@@ -212,6 +241,55 @@ def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor, kept: Ke
         like, host_numbers(questions), half_lives, False, handle, *kept
     )
     return Chosen(ids, rows, _sizes([one.table for one in searches], offsets))
+
+
+def _scored(one: Search, own: OwnScores, kept: Kept) -> Chosen:
+    """Returns the rows with the lowest scores of the user's, in canonical order."""
+    rows, offsets = kept
+    if rows is not None and offsets is not None:
+        begin, end = offsets[one.table : one.table + 2].tolist()
+        own = own._replace(left_out=rows[begin:end])
+    ids, rows = lowest_scored([own], one.before, one.most)
+    return Chosen(ids, rows, {one.table: len(ids)})
+
+
+def lowest_scored(parts: Sequence[OwnScores], before: int, most: int) -> tuple[Tensor, Tensor]:
+    """Returns the ids and rows with the `most` lowest scores of the user's, in canonical order.
+
+    Of all parts together. Rows are scored some at a time, in the order of the slots, and the lowest so far
+    are kept. `before` as of `Search`.
+    """
+    lowest = [parts[0].id_map.slots.new_empty(0) for _ in range(3)]  # ids, rows and scores
+    for part in parts:
+        hidden = torch.zeros(
+            part.words.store.capacity + 1, dtype=torch.bool, device=lowest[0].device
+        )
+        if part.left_out is not None:
+            hidden[part.left_out] = True  # -1 is the last place
+        for ids, rows in part.id_map.parts(knobs.IDS_SCORED_TOGETHER):
+            last_seen, counts = part.words.read(rows)
+            was_assigned = (last_seen == before) & (counts == 0)
+            may_go = ((last_seen < before) | was_assigned) & ~hidden[rows]
+            places = may_go.nonzero().flatten()
+            if not len(places):
+                continue  # a function of none may be an error
+            ids, rows, *words = (one[places] for one in (ids, rows, last_seen, counts))
+            scored = zip(lowest, [ids, rows, part.of(rows, *words)], strict=True)
+            lowest = _lowest([torch.cat(both) for both in scored], most)
+    order = canonical_order(lowest[0])
+    return lowest[0][order], lowest[1][order]
+
+
+def _lowest(scored: list[Tensor], most: int) -> list[Tensor]:
+    """Returns the `most` lowest of ids, rows and scores [M] int64, ties by mixed id; in any order."""
+    ids, _, scores = scored
+    if len(ids) <= most:
+        return scored
+    highest = scores.topk(most, largest=False, sorted=False).values.max()
+    below, ties = (scores < highest).nonzero().flatten(), (scores == highest).nonzero().flatten()
+    first = canonical_keys(ids[ties]).topk(most - len(below), largest=False, sorted=False).indices
+    places = torch.cat([below, ties[first]])
+    return [part[places] for part in scored]
 
 
 def _nothing(like: Tensor) -> Chosen:

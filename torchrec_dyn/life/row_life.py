@@ -5,8 +5,9 @@ Legend: M distinct ids, R rows in use, Q waiting ids, K times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from torchrec_dyn.life.admission import (
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.decay import Decay
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.lowest_rows import ListedRows, Search, lowest_rows
+from torchrec_dyn.life.lowest_rows import ListedRows, OwnScores, Search, lowest_rows, lowest_scored
+from torchrec_dyn.life.own_answers import admitted_by, scored_by
 from torchrec_dyn.life.scores import NO_STEP, ScoredMaps, Scores
+from torchrec_dyn.own_policies import OwnAdmission, OwnEviction
 from torchrec_dyn.policies import (
     LeastFrequentlyUsed,
     LowestScore,
@@ -33,10 +36,20 @@ from torchrec_dyn.policies import (
     is_timed,
     replacement_of,
 )
-from torchrec_dyn.storage import TABLES, IdMap, RowChange
+from torchrec_dyn.storage import TABLES, IdMap, RowChange, RowStore
 
 # A table that expires by time is noticed after this many training steps without a time.
 STEPS_WITHOUT_TIME = 100
+# Times that OwnEviction.keeps_times keeps in a table whose rows do not expire: at most 2 MiB.
+TIMES_KEPT = 1 << 16
+
+
+class SearchedRows(NamedTuple):
+    """The rows of a table that a search may find: their map, weights, and high-water mark."""
+
+    id_map: IdMap
+    weights: RowStore
+    high: int
 
 
 class RowLife:
@@ -46,15 +59,17 @@ class RowLife:
 
     Attributes:
         rule: who is admitted.
+        asks: True if the user's own policy admits waiting ids.
         waiting: counters of the waiting ids, None unless `config.counts_waiting`.
         age_limit: when rows expire; None if they do not.
         clock: the time that the user sets.
         ages: True if rows expire.
         expires_by_time: True if rows expire by time, not by steps.
-        is_timed: True if rows expire, or counts decay, by time.
+        is_timed: True if rows expire, counts decay, or the user's scores look, by time.
         decays: True if counts decay.
         unit: the weight of one unit of a count, None if a count is a number of occurrences.
         replaces: True if a full table evicts its lowest rows.
+        scores_by_own: True if the user's own policy scores them.
         is_unscored: True if rows were loaded without scores, and no training step has run since.
     """
 
@@ -66,9 +81,11 @@ class RowLife:
         shift: int,
         device: torch.device,
     ) -> None:
+        self._name = name
         self.scores = Scores(shift, device)
         self.clock = Clock()
         self._admission = config.admission
+        self.asks = isinstance(config.admission, OwnAdmission)
         key = table_key(config.seed, name, "admission")
         self.rule = AdmissionRule(config.admission, key, config.counts_waiting)
         limit, replacement = age_limit_of(config.eviction), replacement_of(config.eviction)
@@ -87,6 +104,8 @@ class RowLife:
             if (replacement.half_life_steps or replacement.half_life_time) is not None:
                 self._decay = Decay(replacement)
         self.decays = self._decay is not None
+        self._own = replacement if isinstance(replacement, OwnEviction) else None
+        self.scores_by_own = self._own is not None
         self.is_timed = is_timed(config.eviction)
         self.replaces = replacement is not None
         self.is_unscored = False
@@ -102,6 +121,12 @@ class RowLife:
         A new time begins at the next step.
         """
         return max(step, self.clock.present_step)
+
+    def set_time(self, time: int, step: int) -> None:
+        """Sets the time from `step` on. As `Clock.set`."""
+        self.clock.set(time, step)
+        if self._own is not None and self.age_limit is None:
+            self.clock.keep_last(TIMES_KEPT)
 
     def has_missed_time(self) -> bool:
         """Counts a step in which nothing can expire for want of a time; True once, at the hundredth."""
@@ -171,31 +196,74 @@ class RowLife:
         found = lowest_rows([search], self.waiting.id_map.slots, self.waiting.handle)
         RowChange({0: self.waiting}, 1, self.waiting.handle, found).commit()
 
-    def search(self, table: int, surplus: int, step: int, high: int) -> Search:
+    def answers(self, ids: Tensor, step: int) -> Tensor:
+        """Returns which ids [M] int64 without a row the user's own policy admits at `step`, [M] bool."""
+        assert self.waiting is not None and isinstance(self._admission, OwnAdmission)
+        last_seen, counts = self.waiting.read(self.waiting.id_map.lookup(ids))
+        admitted = torch.zeros_like(ids, dtype=torch.bool)
+        # Of ids that this step has counted the answer was no, in an earlier forward of it.
+        places = ((last_seen >= 0) & (last_seen < step)).nonzero().flatten()
+        if len(places):
+            asked = self._admission, self._where, ids[places], counts[places], step - 1
+            admitted[places] = admitted_by(*asked)
+        return admitted
+
+    @property
+    def _where(self) -> str:
+        return f"DynamicTable({self._name!r})"
+
+    def _own_scores(self, step: int, searched: SearchedRows) -> OwnScores | None:
+        """Returns the user's scores of rows at `step`, None without such a policy."""
+        policy = self._own
+        if policy is None:
+            return None
+
+        def of(rows: Tensor, last_seen: Tensor, counts: Tensor) -> Tensor:
+            times = self.clock.times_of(last_seen) if self.is_timed else torch.full_like(rows, -1)
+            weights = searched.weights.read(rows).float() if policy.reads_rows else None
+            return scored_by(policy, self._where, (last_seen, counts, times), step, weights)
+
+        return OwnScores(searched.id_map, self.scores, of)
+
+    def search(self, table: int, surplus: int, step: int, searched: SearchedRows) -> Search:
         """Returns the search for the rows to evict for `surplus` new rows; no row was seen in this step.
 
         At least a 64th of the limit is evicted. By age one search lists rows for several evictions.
         """
         share = self._row_limit // FREED_SHARE
-        exact = self.search_exactly(table, max(surplus, share), step, high)
-        return exact._replace(
-            listed=None if self._by_count else self._listed, ahead=SHARES_AHEAD * share
-        )
+        exact = self.search_exactly(table, max(surplus, share), step, searched)
+        by_age = not self._by_count and self._own is None
+        return exact._replace(listed=self._listed if by_age else None, ahead=SHARES_AHEAD * share)
 
-    def search_exactly(self, table: int, surplus: int, step: int, high: int) -> Search:
+    def search_exactly(self, table: int, surplus: int, step: int, searched: SearchedRows) -> Search:
         """Returns the search for exactly the `surplus` lowest scores when `step` begins.
 
         Rows seen in `step` are never among them. Depends on ids and their scores only.
         """
         begins = None if self._decay is None else self._decay.begins(step, self.clock)
-        return Search(table, high, surplus, step, self._by_count, begins)
+        own = self._own_scores(step, searched)
+        return Search(table, searched.high, surplus, step, self._by_count, begins, own=own)
 
     def lowest_exactly(
-        self, surplus: int, step: int, id_map: IdMap, high: int
+        self, surplus: int, step: int, searched: SearchedRows
     ) -> tuple[Tensor, Tensor]:
-        """Returns the ids and rows of `search_exactly`, of a table with this map."""
-        handle, like = ScoredMaps([id_map], [self.scores]).get(), id_map.slots
-        return lowest_rows([self.search_exactly(0, surplus, step, high)], like, handle)[:2]
+        """Returns the ids and rows of `search_exactly`."""
+        handle, like = ScoredMaps([searched.id_map], [self.scores]).get(), searched.id_map.slots
+        return lowest_rows([self.search_exactly(0, surplus, step, searched)], like, handle)[:2]
+
+    def lowest_merged(
+        self, surplus: int, step: int, parts: Sequence[tuple[RowLife, SearchedRows, Tensor]]
+    ) -> Tensor:
+        """Returns the ids of `search_exactly` in a table that will be made of several parts, [M] int64.
+
+        Of a life in which the user's scores decide. Each part has a life, and rows that are left out.
+        """
+        scored = []
+        for life, searched, left_out in parts:
+            own = life._own_scores(step, searched)
+            assert own is not None
+            scored.append(own._replace(left_out=left_out))
+        return lowest_scored(scored, step, surplus)[0]
 
     def counts_as_of(
         self, steps: Tensor, last_seen: Tensor, counts: Tensor, step: int, clock: Clock

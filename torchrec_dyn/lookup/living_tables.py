@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from torchrec_dyn.life import (
     EVERY_ID,
@@ -70,6 +71,7 @@ class LivingTables:
         most_steps: the most steps of one before the forwards of the shared counters.
         counting: the counters of waiting ids, of those that have them.
         counters: these as ops take them.
+        asking: numbers of those whose waiting ids the user's own policy admits.
         decaying: numbers of those whose counts decay.
         units: the weight of one unit of a count, of those that count weights.
         row_limits: [T] int64, the limit of each table that evicts when it is full, for other tables 2^63 - 1.
@@ -85,6 +87,7 @@ class LivingTables:
         self.most_steps = max((trained[t].own.step for t in lives), default=0)
         self.counting = {t: own.waiting for t, own in lives.items() if own.waiting is not None}
         self.counters = CounterTables(self.counting, count)
+        self.asking = [t for t, life in lives.items() if life.asks]
         self.decaying = [t for t, life in lives.items() if life.decays]
         self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}
         limits = [self._limit_of(t) for t in range(count)]
@@ -122,8 +125,18 @@ class LivingTables:
             new.ids,
             new.counts,
             new.ends,
-            asked,
+            self._answered(new, asked),
             counters,
             lambda t: self._trained[t].next_step,
             sums,
         )
+
+    def _answered(self, new: NewIds, asked: Asked | None) -> Asked | None:
+        """Returns what is asked for new ids, with the answers of the user's own policies."""
+        if not self.asking:
+            return asked
+        asks = torch.ones_like(new.ids, dtype=torch.bool) if asked is None else asked.asks.clone()
+        for t in self.asking:
+            own = slice(new.ends[t], new.ends[t + 1])
+            asks[own] = self.lives[t].answers(new.ids[own], self._trained[t].next_step)
+        return Asked(asks, None if asked is None else asked.counted)

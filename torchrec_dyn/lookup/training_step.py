@@ -12,7 +12,7 @@ Without a life a step gives a row to every unseen id. With one it runs in this o
 7. Commit, by one op: score the rows found, write and drop counters, evict the rows chosen, and give rows to
    the admitted ids.
 
-An exception before 7 undoes 1: no table has changed.
+An exception before 7 undoes 1: no table has changed. The user's own policies are asked in 3 and 5.
 
 Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
 scored. So 5 may choose a row that such an id has found: then the id reads as unseen.
@@ -305,9 +305,7 @@ class _LifeStep:
         if not full:
             return None
         searches = [
-            self._living.lives[t].search(
-                t, surplus, tables[t].next_step, tables[t].row_numbers.high_water_mark
-            )
+            self._living.lives[t].search(t, surplus, tables[t].next_step, tables[t].searched)
             for t, surplus in full.items()
         ]
         kept = scored, batch.table_offsets

@@ -226,7 +226,7 @@ class UnshardedTable(nn.Module):
         initializer = self.shard.initializer if self.shard else initializer_of(config, self.dynamic)
         return table_config(
             config.name, config.embedding_dim, self.dynamic.seed, self.weight.dtype, initializer,
-            self.dynamic.pooling,
+            self.dynamic.saved,
         )  # fmt: skip
 
     def as_table(self) -> Table:

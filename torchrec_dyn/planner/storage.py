@@ -69,11 +69,11 @@ class DynamicStorageEstimator(ShardEstimator):
     """A storage estimator: dynamic tables by their allocations, other tables as in TorchRec.
 
     A shard of a dynamic table is priced as full: id map, weights in the table's dtype and optimizer state at
-    this rank's row limit, with a policy also the scores of the rows, and with AdmitAfter the maximum number
-    of counters for these rows. Rows and optimizer state in mapped files are not host memory: they count as
-    `ssd` if TorchRec's Storage has it, and their pages in memory are not counted. Each column shard has its
-    own id map, rows, scores and counters. For the memory of a batch (input and output of a step) TorchRec's
-    estimate is used.
+    this rank's row limit, with a policy also the scores of the rows, and with AdmitAfter or OwnAdmission the
+    maximum number of counters for these rows. Rows and optimizer state in mapped files are not host memory:
+    they count as `ssd` if TorchRec's Storage has it, and their pages in memory are not counted. Each column
+    shard has its own id map, rows, scores and counters. For the memory of a batch (input and output of a
+    step) TorchRec's estimate is used.
 
     Args:
         topology: the devices.
@@ -84,7 +84,7 @@ class DynamicStorageEstimator(ShardEstimator):
         expected_rows: expected number of rows by table name, over all ranks. Use it for tables with far fewer
             rows than `num_embeddings`: the limit reserves no memory, so it need not be priced. It replaces
             the expected rows in the constraints, but not the expected counters. The default of
-            AdmitAfter.counters is computed from these rows.
+            AdmitAfter.counters, or OwnAdmission's, is computed from these rows.
         deltas: True to price the record of changed rows, for models whose deltas are exported.
 
     Raises:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.policies import AdmitAfter
+from torchrec_dyn.policies import Counting
 from torchrec_dyn.ranks.agreement import exchange, gather_results
 from torchrec_dyn.ranks.layout import Piece, TableLayout
 
@@ -54,9 +55,10 @@ def row_limit(num_embeddings: int, ranks: int) -> int:
 def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfig:
     """Returns the options of one of `ranks` ranks that share a table, with its share of the counters."""
     admission = config.admission
-    if not isinstance(admission, AdmitAfter) or admission.counters is None:
+    if not isinstance(admission, Counting) or admission.counters is None:
         return config
-    share = replace(admission, counters=row_limit(admission.counters, ranks))
+    share = copy(admission)
+    object.__setattr__(share, "counters", row_limit(admission.counters, ranks))  # may be frozen
     return replace(config, admission=share)
 
 

@@ -9,6 +9,7 @@ Legend: K ids, M ids with a row, R sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -270,7 +271,7 @@ class Side:
         ids, kinds = ids.to(self.device), kinds.to(self.device)
         waits, removed = kinds == COUNTER, ids[kinds != ROW]
         counters = torch.stack([ids[waits], *unpacked(words.to(self.device)[waits])])
-        changes = []
+        changes, lowest = [], []
         for shard, rows in zip(self.table.shards, self._rows, strict=True):
             rows.step, life = shard.step, shard.life
             if life is not None and rows.life is not None:
@@ -281,13 +282,14 @@ class Side:
                     present = present[:, ~torch.isin(present[0], ids)]
                     rows.life.waiting.write(*torch.cat([present, counters], 1))
             changes.append(merge(shard, rows, removed))
+            lowest.append(_lowest_by_own(shard, rows, ids))
 
         def write() -> None:
             first = self._first
             with turn_of(self):
-                for shard, change in zip(self.table.shards, changes, strict=True):
+                for shard, change, gone in zip(self.table.shards, changes, lowest, strict=True):
                     change()
-                    _cut(shard)
+                    _cut(shard, gone)
                 if first.life is not None:
                     places = first.id_map.lookup(ids)
                     self._note_scores(first.life, places[places >= 0])
@@ -297,15 +299,35 @@ class Side:
         return write
 
 
-def _cut(shard: TableShard) -> None:
-    """Evicts the lowest rows of a full table, and drops the counters above their limit."""
+def _lowest_by_own(shard: TableShard, rows: TableShard, ids: Tensor) -> Tensor | None:
+    """Returns the ids that the user's own policy evicts once rows beside a shard replace those of ids [K].
+
+    None without such a policy. Found before the commit: an error of the user's code changes nothing.
+    """
+    if shard.life is None or rows.life is None or not shard.life.scores_by_own:
+        return None
+    replaced = shard.id_map.lookup(ids)
+    surplus = shard.id_map.num_ids - int((replaced >= 0).sum()) + rows.id_map.num_ids
+    surplus -= shard.row_limit
+    if surplus <= 0:
+        return ids[:0]
+    life = copy(shard.life.caught_up(rows.step, shard.row_numbers.high_water_mark))
+    life.clock = rows.life.clock
+    none = replaced[:0]
+    parts = [(life, shard.searched, replaced), (rows.life, rows.searched, none)]
+    return life.lowest_merged(surplus, rows.next_step, parts)
+
+
+def _cut(shard: TableShard, gone: Tensor | None) -> None:
+    """Evicts the lowest rows of a full table, those of ids `gone` if there are any, and surplus counters."""
     life = shard.life
     if life is None:
         return
     surplus, step = shard.id_map.num_ids - shard.row_limit, shard.next_step
-    if life.replaces and surplus > 0:
-        high = shard.row_numbers.high_water_mark
-        lowest = life.lowest_exactly(surplus, step, shard.id_map, high)
+    if gone is not None:
+        shard.remove(gone, shard.id_map.lookup(gone), "evicted_full")
+    elif life.replaces and surplus > 0:
+        lowest = life.lowest_exactly(surplus, step, shard.searched)
         shard.remove(*lowest, "evicted_full")
     if life.waiting is not None:
         before = len(life.waiting)

@@ -33,6 +33,7 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     optimizer_config,
     sum_of_small,
+    warn_of_policies,
     without_mark,
 )
 from torchrec_dyn.life import BY_ROW
@@ -262,6 +263,8 @@ class TableLoad:
             check_config_is_whole(where, self.saved_name, small, saved)
         if config := self._config("config"):
             check_config(where, config, {**table.config, "table": self.saved_name})
+            if not table.rank:
+                warn_of_policies(where, config, table.config)
         if config := self._config("optimizer_config"):
             check_optimizer(where, config, optimizer_config(table.optimizer, table.cuts))
 

@@ -202,6 +202,12 @@ class IdMap:
         """Yields all ids and rows of each array of slots, in the order of the slots."""
         yield from map(ops.used_slots, self.arrays()[0])
 
+    def parts(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `pieces`, of about `most` slots at a time."""
+        lines = max(1, most // _LINE_SLOTS)
+        for slots in self.arrays()[0]:
+            yield from map(ops.used_slots, slots.split(lines * _LINE_SLOTS))
+
     def contents(self) -> tuple[Tensor, Tensor]:
         """Returns all ids and rows in canonical order, [M] int64 each."""
         ops.raise_errors(self.slots)

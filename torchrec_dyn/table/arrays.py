@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
-from torchrec_dyn.life import NO_STEP, AdmissionCounters, RowLife
+from torchrec_dyn.life import NO_STEP, AdmissionCounters, RowLife, SearchedRows
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
 from torchrec_dyn.policies import making_room
 from torchrec_dyn.storage import (
@@ -232,6 +232,11 @@ class TableArrays:
     def waiting(self) -> AdmissionCounters | None:
         """The counters of the ids that wait for admission; None if no policy counts them."""
         return None if self.life is None else self.life.waiting
+
+    @property
+    def searched(self) -> SearchedRows:
+        """The rows as searches for the lowest take them."""
+        return SearchedRows(self.id_map, self.weights, self.row_numbers.high_water_mark)
 
     @property
     def stores(self) -> tuple[RowStore, ...]:

@@ -343,4 +343,4 @@ def _set_clocks(_: TableShard, tables: Sequence[TableShard], time: int) -> None:
     with commit(*tables):
         for table in tables:
             if table.life is not None and table.life.is_timed:
-                table.life.clock.set(time, table.next_step)
+                table.life.set_time(time, table.next_step)

@@ -28,6 +28,7 @@ from torchrec_dyn.checkpoint_format import (
     SavedTable,
     open_checkpoint,
     open_files,
+    own_policies_of,
     replace_file,
 )
 from torchrec_dyn.tools.safetensors_rows import FileRows
@@ -99,6 +100,8 @@ def _table_lines(
         shared = f", one number a row for each of {cuts} column shards" * (cuts > 1)
         rule = f"{table.optimizer['optimizer']}, step {_last_step(table):,}{shared}"
         yield titled("optimizer", rule)
+    for kind, name in sorted(own_policies_of(table.config).items()):
+        yield titled(f"own {kind}", name)
     if waiting := table.rows_of("waiting"):
         yield titled("waiting ids", f"{waiting:,}")
     for is_state in states:
