@@ -84,7 +84,7 @@ EACH: dict[str, tuple[int, int, bool, list[Plan]]] = {
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.02}
 
 
-def tables_of(plans: list[Plan], lives: list[str], pooling: str) -> list[Table]:
+def tables_of(plans: list[Plan], lives: list[str], pooling: str = "SUM") -> list[Table]:
     return [
         Table(
             name,

@@ -360,8 +360,8 @@ def test_names_versions_and_hashes_are_checked():
     assert Dense().label == "policy_cases.Dense, version 1"
     config = dyn.DynamicTableConfig(admission=Often(), eviction=(EXPIRE, Named()))
     own = {"admission": "policy_cases.Often, version 1", "eviction": "dense, version 3"}
-    assert config.own_policies == own
-    assert dyn.DynamicTableConfig(eviction=LRU).own_policies == {}
+    assert config.saved == {"policies": own}
+    assert dyn.DynamicTableConfig(eviction=LRU).saved == {}
     for changed, told in (({"name": 5}, "string as the name"), ({"version": "2"}, "version of")):
         wrong = type("Wrong", (Dense,), changed)
         with pytest.raises(ValueError, match=rf"eviction: .*{told}|expected a {told}"):
