@@ -43,10 +43,10 @@ ROOM = (
 )  # bytes that a process may allocate; a sanitizer has a limit of its own (tests/csrc/run)
 MOST_FOUND = 20  # child processes that end with a finding
 FOUND = 9  # their exit status; that of a sanitizer is 1
+# Ops whose errors have the names of those that do a part of them alone (csrc/lookup/row_changes_arguments.h).
+PARTS = {"commit_step_": ("remove_rows_", "touch_scores_", "add_rows_")}
 # Ops that fill a map up to its last slot before they raise: to count empty slots first would read the whole
 # map. The callers keep slots empty.
-# Ops whose errors have the name of the op that does a part of them alone (csrc/lookup/row_changes_arguments.h).
-PARTS = {"commit_step_": ("remove_rows_", "touch_scores_", "add_rows_")}
 FILLS_A_MAP = ("insert", "move_slots", "add_rows_", "commit_step_")
 CASES = {
     name.removeprefix("draw_"): draw
