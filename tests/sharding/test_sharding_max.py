@@ -1,9 +1,11 @@
 """MAX pooling is the unsharded one in every mix of plans: outputs and rows, to the bit."""
 
 import pytest
+import torch
+import torch.distributed as dist
 import workers
 from sharded_cases import POOLED, SPREAD_ROWS, Case, Table, shard_by_hand, usual_plan
-from sharded_training import batches, check_trains_as_unsharded
+from sharded_training import batches, check_trains_as_unsharded, collection_of, shard
 
 
 def check_trains(case: Case, world_size: int = 4, local_size: int = 2) -> None:
@@ -68,6 +70,23 @@ def test_max_of_column_shards_that_differ_in_width() -> None:
     ]
     tables = [Table(f"t{i}", ["a", f"f{i}"], plan, 20, "MAX") for i, plan in enumerate(plans)]
     check_trains(Case(tables))
+
+
+def overwrite_before_reading(case: Case) -> None:
+    model = shard(case, collection_of(case))
+    batch, _ = batches(case, 0)
+    mine = batch[dist.get_rank()]
+    model(mine).values()  # the ids have rows from now on
+    expected = model(mine).values().detach().clone()
+    output = model(mine)
+    mine.lengths().zero_()
+    mine.values().zero_()
+    assert torch.equal(output.values(), expected)
+
+
+def test_a_batch_may_be_overwritten_before_its_output_is_read() -> None:
+    case = Case([Table("t", ["a"], usual_plan("row_wise", 8, 2, 2), pooling="MAX")])
+    workers.run(overwrite_before_reading, case, world_size=2)
 
 
 @pytest.mark.parametrize("variable", [False, True], ids=["one size", "a size per feature"])

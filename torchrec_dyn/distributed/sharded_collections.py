@@ -197,7 +197,9 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         }
         if not isinstance(sharding, SendsRows):
             return EmbeddingShardingContext(**numbers)
-        return RowsContext(**numbers, lengths=part.lengths(), sizes=sizes, sizes_vary=varies)
+        # A copy: the caller may overwrite the batch before the output is read.
+        lengths = part.lengths().clone()
+        return RowsContext(**numbers, lengths=lengths, sizes=sizes, sizes_vary=varies)
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""
