@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
+from torch import Tensor
+
 from torchrec_dyn.initializers import make_numbers_plain
 from torchrec_dyn.own_policies import OwnAdmission, OwnEviction, OwnPolicy
 
@@ -281,6 +283,12 @@ def _check_own(policy: OwnPolicy, where: str) -> None:
             f"{where}: expected a string as the name of {policy!r}, got {policy.name!r}."
         )
     _check_integer(f"{where}: version of {policy!r}", policy.version, _MOST_TIME)
+    for name, value in vars(policy).items():
+        if isinstance(value, Tensor):  # its == is no bool
+            raise ValueError(
+                f"{where}: expected attributes of {type(policy).__name__} by which policies can be compared, "
+                f"got the tensor {name!r}. Keep numbers, and make tensors in its method."
+            )
     if type(policy).__hash__ is None:
         raise ValueError(
             f"{where}: expected a policy that can be hashed, got {policy!r}. Write its class without "

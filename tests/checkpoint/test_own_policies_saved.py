@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,33 @@ def test_a_delta_carries_counters_and_scores(tmp_path: Path) -> None:
         assert_same(one, other)
         one.train_steps(step)
         other.train_steps(step)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (dyn.DynamicTableConfig(admission=Version2(3), eviction=ByTime()), ["admission"]),
+        (dyn.DynamicTableConfig(admission=dyn.AdmitAfter(3), eviction=ByTime()), ["admission"]),
+        (replace(OWN, pooling="max"), ["pooling"]),
+    ],
+)
+def test_a_delta_goes_into_a_copy_with_other_options(
+    tmp_path: Path, config: dyn.DynamicTableConfig, told: list[str]
+) -> None:
+    model, copy = Model().train_steps(*range(3)), Model(config)
+    save(model, tmp_path / "full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(copy, tmp_path / "full")
+    since = mark(model.sparse)
+    export_delta(model.train_steps(3, 4).sparse, tmp_path / "delta", since)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apply_delta(copy.sparse, tmp_path / "delta")
+    messages = [str(one.message) for one in caught if "of the checkpoint" in str(one.message)]
+    assert len(messages) == len(told)
+    for message, what in zip(messages, told, strict=True):
+        assert f"expected {what}" in message or f"expected the {what} policy" in message
+    ids = torch.arange(40)
+    ours, theirs = model.sparse.table("user"), copy.sparse.table("user")
+    assert all(map(torch.equal, ours.lookup(ids), theirs.lookup(ids))) and ours.num_rows

@@ -367,6 +367,13 @@ def test_names_versions_and_hashes_are_checked():
         with pytest.raises(ValueError, match=rf"eviction: .*{told}|expected a {told}"):
             dyn.DynamicTableConfig(eviction=wrong())
 
+    late = Late(3)
+    late.table = torch.ones(2)
+    with pytest.raises(
+        ValueError, match=r"by which policies can be compared, got the tensor 'table'"
+    ):
+        dyn.DynamicTableConfig(admission=late)
+
     @dataclass
     class Changes(dyn.OwnAdmission):
         least: int = 2

@@ -1,5 +1,7 @@
 """Pooled collections of maximums have the bits of torch.nn.functional.embedding_bag(mode="max")."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -141,6 +143,16 @@ def test_described_as_max() -> None:
         (
             lambda: dyn.DynamicEmbeddingBagCollection(CONFIGS[:1], True, dynamic=MAX),
             "expected is_weighted=False with pooling='max'",
+        ),
+        (
+            lambda: dyn.DynamicEmbeddingBag(4, 100, dynamic=MAX),
+            "expected mode='max' with DynamicTableConfig(pooling='max'), got 'sum'",
+        ),
+        (
+            lambda: dyn.BlockEmbeddingBagCollection(
+                CONFIGS[:1], 2, dynamic=replace(MAX, eviction=dyn.LowestScore())
+            ),
+            "expected an eviction that needs no weights",
         ),
         (
             lambda: dyn.BlockEmbeddingBagCollection(CONFIGS[:1], 2, True, dynamic=MAX),

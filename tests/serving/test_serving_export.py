@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from serving_cases import Plain, bag_configs, batch, save, sequence_configs
+from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
 from shards import deep_but
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -99,6 +99,25 @@ def test_max_is_torchs_over_the_served_rows(tmp_path, dtype, unseen):
                 )  # fmt: skip
                 assert torch.equal(pooled[output], expected)
         assert torch.equal(run(given).values(), pooled.values())
+
+
+def test_served_max_takes_no_weights_and_no_other_pooling(tmp_path):
+    save(tmp_path / "checkpoint", replace(A, pooling="max"))
+    serving.build(tmp_path / "checkpoint", tmp_path / "served")
+    mean = {"a": PoolingType.MEAN}
+    for weighted, pooling in ((True, None), (False, mean)):
+        with pytest.raises(ValueError, match=r"expected pooling SUM and is_weighted=False"):
+            serving.ServingEmbeddingBagCollection(
+                tmp_path / "served", bag_configs(A, pooling=pooling), weighted
+            )
+
+
+def test_a_delta_of_another_pooling_is_refused(tmp_path):
+    save(tmp_path / "checkpoint", A)
+    serving.build(tmp_path / "checkpoint", tmp_path / "served")
+    save_delta(tmp_path / "delta", [A], [replace(A, pooling="max").with_random([90])])
+    with pytest.raises(ValueError, match="expected pooling '' as served, got 'max'"):
+        serving.apply_delta(tmp_path / "served", tmp_path / "delta")
 
 
 @pytest.mark.parametrize(

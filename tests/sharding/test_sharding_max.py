@@ -106,6 +106,21 @@ def test_max_of_tables_that_move(variable: bool) -> None:
     workers.run(check_trains_as_unsharded, case, batches, moves, world_size=4, local_size=2)
 
 
+def refusal_of_eight_bits(kind: str) -> str:
+    case = Case([Table("t", ["a"], usual_plan(kind, 8, 2, 2), pooling="MAX")], qcomm="INT8")
+    try:
+        shard(case, collection_of(case))
+    except ValueError as fault:
+        return str(fault)
+    return ""
+
+
+@pytest.mark.parametrize("kind", SPREAD_ROWS)
+def test_rows_are_not_sent_in_eight_bits(kind: str) -> None:
+    for fault in workers.run(refusal_of_eight_bits, kind, world_size=2):
+        assert "expected communication of FP32, FP16 or BF16" in fault
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_max_of_few_ranks(ranks: int) -> None:
     check_trains(

@@ -331,8 +331,8 @@ def test_steps_that_fit_into_a_score():
 
 def test_layout():
     refuses(
-        """expected pooling "sum", "mean" or "none", got 'max'.""",
-        lambda: BagLayout([4], [1], "max"),
+        """expected pooling "sum", "mean", "max" or "none", got 'min'.""",
+        lambda: BagLayout([4], [1], "min"),
     )
     refuses(
         "expected tables of one width for sequences, got [3, 4].",

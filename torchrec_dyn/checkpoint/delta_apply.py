@@ -30,6 +30,8 @@ from torchrec_dyn.checkpoint_format import (
     checked_rename,
     open_checkpoint,
     optimizer_config,
+    warn_of_options,
+    with_options_of,
 )
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.name_lists import listed
@@ -179,9 +181,10 @@ def _sums_replaced(change: StagedTable, removed: Tensor) -> Sums:
 
 
 def _under_saved_name(change: StagedTable) -> Table:
-    """Returns the table of a change with the name that it has in the delta, on which content sums depend."""
-    name = change.source.name
-    return replace(change.table, name=name, config={**change.table.config, "table": name})
+    """Returns the table of a change with the name and options of the delta, on which content sums depend."""
+    name, saved = change.source.name, change.source.last.config
+    config = with_options_of({**change.table.config, "table": name}, saved)
+    return replace(change.table, name=name, config=config)
 
 
 def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:
@@ -231,6 +234,8 @@ def _check_fits(table: Table, saved: SavedTable) -> None:
             f"{where}: expected a delta with initializer {table.config['initializer']!r} as the "
             f"copy has, got {saved.config.get('initializer')!r}. {_IN_ORDER}"
         )
+    if not table.rank:
+        warn_of_options(where, saved.config, table.config)
 
 
 def has_scores(saved: SavedTable) -> bool | None:

@@ -37,7 +37,8 @@ from torchrec_dyn.checkpoint_format import (
     optimizer_config,
     read_chain,
     renamed_keys,
-    warn_of_policies,
+    warn_of_options,
+    with_options_of,
 )
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
@@ -201,7 +202,7 @@ class LineLoad:
                 self._staged.append(StagedTable(table, source))
                 if not self.rank:
                     where = f"{self.entry.path}(table={table.name!r})"
-                    warn_of_policies(where, saves[-1][table.key].config, table.config)
+                    warn_of_options(where, saves[-1][table.key].config, table.config)
         self._commits = [rows.replacing() for rows in self._staged]
 
     def commit(self, sums: Sequence[Sequence[Mapping[str, int]]]) -> None:
@@ -309,6 +310,7 @@ def _fit_of_tables(
             scored = has_scores(in_entry)
             is_same &= in_entry.dtype == table.dtype and scored in (None, table.options.has_life)
             is_same &= not _has_more(in_entry, table.options)
+            is_same &= with_options_of(in_entry.config, table.config) == in_entry.config
     # A delta would miss the tables that a partial load skips.
     return "", is_same and not is_partial
 

@@ -88,7 +88,8 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     saved_initializer,
     table_config,
     to_bytes,
-    warn_of_policies,
+    warn_of_options,
+    with_options_of,
 )
 from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
 from torchrec_dyn.checkpoint_format.saved_tensor import Part, SavedTensor, numbers_of, whole_tensor

@@ -22,6 +22,7 @@ RENAMED = (
     "The table was renamed: give it its saved name, on which its initial rows depend, or load it with "
     "rename={saved: new}."
 )
+_OPTIONS = ("pooling", "policies")  # those of DynamicTableConfig.saved
 INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
 
@@ -51,8 +52,21 @@ def own_policies_of(config: Mapping[str, Any]) -> dict[str, str]:
     return dict(config.get("policies", {}))
 
 
-def warn_of_policies(where: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Warns if a table was trained with a policy of the user's that it does not have now."""
+def with_options_of(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config with what another one says of options, which two models may choose by themselves."""
+    kept = {name: value for name, value in config.items() if name not in _OPTIONS}
+    return {**kept, **{name: saved[name] for name in _OPTIONS if name in saved}}
+
+
+def warn_of_options(where: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Warns if a table was trained with another pooling, or a policy of the user's that it lacks now."""
+    if saved.get("pooling") != own.get("pooling"):
+        warnings.warn(
+            f"{where}: expected pooling={saved.get('pooling')!r} as in the checkpoint, got "
+            f"{own.get('pooling')!r}. The rows are those of the checkpoint.",
+            UserWarning,
+            stacklevel=2,
+        )
     present = own_policies_of(own)
     for kind, name in own_policies_of(saved).items():
         if present.get(kind) != name:

@@ -19,7 +19,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.layers.inputs import Part, one_bag_each, read_bags
+from torchrec_dyn.layers.inputs import Part, check_unscored, one_bag_each, read_bags
 from torchrec_dyn.lookup import largest_rows
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
@@ -85,6 +85,8 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         names = [config.name for config in self._configs]
         options = dynamic_config_by_table(dynamic, names, where)
         pooled, of_max = _parted(self._configs, columns, options)
+        for config in of_max:
+            check_unscored(options[config.name], where)
         check_unweighted(["max"] * len(of_max), is_weighted, where)
         common: dict[str, Any] = {"device": device, "fused_params": fused_params}
         self.rows: nn.Module | None = None
@@ -158,7 +160,7 @@ def _rows_of_max(
         dynamic = {}
         for config in members:
             uses = [
-                replace(use, feature=_own_name(config, use.feature))
+                replace(use, feature=_own_name(config.name, use.feature))
                 for use in options[config.name].features
             ]
             dynamic[config.name] = replace(options[config.name], pooling=None, features=tuple(uses))
@@ -167,7 +169,7 @@ def _rows_of_max(
                 name=config.name,
                 embedding_dim=width,
                 num_embeddings=config.num_embeddings,
-                feature_names=[_own_name(config, feature) for feature in config.feature_names],
+                feature_names=[_own_name(config.name, feature) for feature in config.feature_names],
                 data_type=config.data_type,
                 weight_init_min=config.weight_init_min,
                 weight_init_max=config.weight_init_max,
@@ -178,9 +180,9 @@ def _rows_of_max(
     return collections
 
 
-def _own_name(config: EmbeddingBagConfig, feature: str) -> str:
+def _own_name(table: str, feature: str) -> str:
     """Returns the name of a feature for one table, so that none is of several tables."""
-    return f"{config.name}.{feature}"
+    return f"{table}.{feature}"
 
 
 class IdsOfMax(nn.Module):
@@ -191,7 +193,7 @@ class IdsOfMax(nn.Module):
     ) -> None:
         super().__init__()
         self._features = [
-            (str(columns[config.name]), _own_name(config, feature))
+            (str(columns[config.name]), _own_name(config.name, feature))
             for config in configs
             for feature in config.feature_names
         ]
@@ -281,7 +283,9 @@ class Projections(nn.Module):
         lengths = torch.split(found.lengths, found.batch_sizes)
         outputs = [
             largest_rows(
-                self._projected(table, rows[self._group_of[table]][f"{table}.{feature}"].values()),
+                self._projected(
+                    table, rows[self._group_of[table]][_own_name(table, feature)].values()
+                ),
                 bag_lengths,
             )
             for (table, feature), bag_lengths in zip(self._place_of, lengths, strict=True)

@@ -252,6 +252,11 @@ class DynamicEmbeddingBag(OneTable):
             "feature_names": [name],
             "data_type": data_type,
         }
+        if chosen.pooling is not None and mode != "max":
+            raise ValueError(
+                f"{self.where}: expected mode='max' with DynamicTableConfig(pooling='max'), got {mode!r}. "
+                "Leave `pooling` out: the mode decides."
+            )
         if mode == "max":
             dynamic = replace(chosen, pooling="max")
         rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}

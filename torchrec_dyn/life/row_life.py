@@ -252,7 +252,7 @@ class RowLife:
         return lowest_rows([self.search_exactly(0, surplus, step, searched)], like, handle)[:2]
 
     def lowest_merged(
-        self, surplus: int, step: int, parts: Sequence[tuple[RowLife, SearchedRows, Tensor]]
+        self, surplus: int, step: int, parts: Sequence[tuple[RowLife, SearchedRows, Tensor | None]]
     ) -> Tensor:
         """Returns the ids of `search_exactly` in a table that will be made of several parts, [M] int64.
 

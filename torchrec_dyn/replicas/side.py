@@ -313,8 +313,7 @@ def _lowest_by_own(shard: TableShard, rows: TableShard, ids: Tensor) -> Tensor |
         return ids[:0]
     life = copy(shard.life.caught_up(rows.step, shard.row_numbers.high_water_mark))
     life.clock = rows.life.clock
-    none = replaced[:0]
-    parts = [(life, shard.searched, replaced), (rows.life, rows.searched, none)]
+    parts = [(life, shard.searched, replaced), (rows.life, rows.searched, None)]
     return life.lowest_merged(surplus, rows.next_step, parts)
 
 

@@ -405,6 +405,7 @@ def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> No
         ("rows", delta.config["rows"], served.trained_as),
         ("seed", delta.config["seed"], served.seed),
         ("initializer", delta.config["initializer"], served.initializer),
+        ("pooling", delta.config.get("pooling", ""), served.pooling),
     ):
         if is_here != was_served:
             raise ValueError(

@@ -97,6 +97,7 @@ class ServedLookup(nn.Module):
         unseen: str,
         where: str,
         verify: bool = False,
+        is_weighted: bool = False,
     ) -> None:
         super().__init__()
         if unseen not in ("zeros", "initial"):
@@ -104,7 +105,7 @@ class ServedLookup(nn.Module):
         self.folder = Path(folder).absolute()  # the process may change its working directory
         self._configs = list(configs)
         self._where = where
-        self._verify = verify
+        self._verify, self._is_weighted = verify, is_weighted
         table_of = [t for t, config in enumerate(configs) for _ in config.feature_names]
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._features, self._width = len(table_of), sum(self._columns)
@@ -148,12 +149,25 @@ class ServedLookup(nn.Module):
                         f"{self._where}(table='{config.name}'): expected embedding_dim "
                         f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
                     )
+                self._check_pooling(config, table)
                 if self.serves_initial:
                     generation.unseen.append(_unseen_rows(config.name, table))
             with _REPLACING:
                 if self._modules.get("generation") is before:  # else another thread has refreshed
                     self.generation = generation
                     return True
+
+    def _check_pooling(
+        self, config: EmbeddingBagConfig | EmbeddingConfig, table: ServedTable
+    ) -> None:
+        """Raises ValueError if bags of a table with max pooling have weights or another pooling."""
+        pooling = getattr(config, "pooling", PoolingType.SUM)
+        if table.pooling and (self._is_weighted or pooling != PoolingType.SUM):
+            got = f"{pooling}, is_weighted={self._is_weighted}"
+            raise ValueError(
+                f"{self._where}(table='{config.name}'): expected pooling SUM and is_weighted=False, as in "
+                f"training with pooling='max', got {got}. Serve the table in a collection of its own."
+            )
 
     def tensor_names(self) -> list[str]:
         """Returns the names in the index of the tensors that `given_of` takes."""

@@ -102,7 +102,7 @@ class ServingEmbeddingBagCollection(_Served, EmbeddingBagCollectionInterface):
         where = type(self).__name__
         self._configs = checked_configs(tables, EmbeddingBagConfig, where, _INITIAL_ROWS)
         self._is_weighted = is_weighted
-        self._lookup = ServedLookup(folder, self._configs, unseen, where, verify)
+        self._lookup = ServedLookup(folder, self._configs, unseen, where, verify, is_weighted)
         self._names, self._columns, self._features = pooled_outputs(self._configs)
         self._read = FeatureReader(self._configs, is_weighted, where)
 

@@ -24,10 +24,11 @@ from torchrec.distributed.dist_data import (
     VariableBatchPooledEmbeddingsAllToAll,
 )
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
-from torchrec.distributed.types import Awaitable, CommOp
+from torchrec.distributed.types import Awaitable, CommOp, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import largest_rows, pooled_output
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.sharding.dists import OwnerInputDist
 from torchrec_dyn.sharding.sent_batch import SentBatch
 from torchrec_dyn.storage import host_numbers
@@ -104,6 +105,21 @@ def _by_feature(where: Tensor, counts: Sequence[int], ranks: int) -> Tensor:
     return where + moves.repeat_interleave(sizes, output_size=len(where))[where]
 
 
+def _codecs_of(sharding: Any) -> QuantizedCommCodecs | None:
+    """Returns the codecs of outputs; ValueError for those of 8 bits, which TorchRec pads in part."""
+    registry = sharding.qcomm_codecs_registry or {}
+    codecs: QuantizedCommCodecs | None = registry.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
+    if codecs is None:
+        return None
+    if torch.uint8 in (codecs.forward.quantized_dtype, codecs.backward.quantized_dtype):
+        raise ValueError(
+            f"outputs {listed(sharding.embedding_names())}: expected communication of FP32, FP16 or BF16, "
+            "since rows are sent with pooling='max' under this plan, got a codec of 8 bits. Change "
+            "QCommsConfig, or choose table_wise or column_wise for these tables."
+        )
+    return codecs
+
+
 class BagsOutputDist(nn.Module):
     """Sends rows back to the ranks of their bags, and takes the maximum of each bag.
 
@@ -114,14 +130,14 @@ class BagsOutputDist(nn.Module):
         super().__init__()
         self._columns: list[int] = list(sharding.uncombined_embedding_dims())
         self._stitch = list(getattr(stock, "_callbacks", None) or [])
-        codecs = sharding.qcomm_codecs_registry or {}
+        codecs = _codecs_of(sharding)
         self._dist = VariableBatchPooledEmbeddingsAllToAll(
             sharding._pg,
             [
                 [columns for group in groups for columns in group.embedding_dims()]
                 for groups in sharding._grouped_embedding_configs_per_rank
             ],
-            codecs=codecs.get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name),
+            codecs=codecs,
         )
 
     def forward(self, local_embs: Tensor, sharding_ctx: RowsContext) -> PooledEmbeddingsAwaitable:

@@ -7,7 +7,8 @@ The mode and the form of a batch are sent with it: they are those of all ranks.
 
 A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. A batch
 with a size per feature cannot be read as one with a single size, nor the reverse. So each rank sends
-its mode and its form, and a difference is an error on every rank, before any table changes.
+its mode and its form, and a difference is an error on every rank, before any table changes. (Where rows
+travel, rows_to_bags.py, each id is a bag in either form: a collection of such tables alone takes both.)
 
 A rank with torn tables sends that, too: all ranks raise its error.
 

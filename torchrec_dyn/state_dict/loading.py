@@ -33,7 +33,7 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     optimizer_config,
     sum_of_small,
-    warn_of_policies,
+    warn_of_options,
     without_mark,
 )
 from torchrec_dyn.life import BY_ROW
@@ -264,7 +264,7 @@ class TableLoad:
         if config := self._config("config"):
             check_config(where, config, {**table.config, "table": self.saved_name})
             if not table.rank:
-                warn_of_policies(where, config, table.config)
+                warn_of_options(where, config, table.config)
         if config := self._config("optimizer_config"):
             check_optimizer(where, config, optimizer_config(table.optimizer, table.cuts))
 
