@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint_jobs import Job, failing, names
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchrec_dyn.checkpoint_format import Entry, entries, outdated, read_chain
@@ -44,6 +44,7 @@ def line(entries: list[Entry], last: Entry) -> list[Entry]:
 
 
 @given(directories(), st.integers(1, 4))
+@example([entry(1, True, None), entry(2, True, None, has_failed=True), entry(3, True, None)], 2)
 def test_what_is_kept(entries: list[Entry], keep: int) -> None:
     removed = outdated(entries, keep)
     kept = [one for one in entries if one not in removed]
