@@ -162,7 +162,7 @@ class DynamicTableConfig:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What checkpoints contain of the options: `pooling`, and names and versions of own policies."""
+        """The options that checkpoints contain: `pooling`, and names and versions of own policies."""
         both = {"admission": self.admission, "eviction": replacement_of(self.eviction)}
         own = {kind: policy.label for kind, policy in both.items() if isinstance(policy, OwnPolicy)}
         saved = {"pooling": self.pooling, "policies": own}

@@ -15,7 +15,7 @@ from torchrec_dyn.row_rules import ByValue
 
 
 class OwnPolicy(ByValue, ABC):
-    """What both kinds of custom policies have in common."""
+    """Name, version and equality of a custom policy."""
 
     name: ClassVar[str] = ""
     version: ClassVar[int] = 1

@@ -219,7 +219,7 @@ def _tables_of(
 
 
 def _check_fits(table: Table, saved: SavedTable) -> None:
-    """Raises ValueError unless a delta has the config and the optimizer of a table."""
+    """Raises ValueError unless a delta has the config and the optimizer of a table; warns of its options."""
     where = _where(table)
     check_config(where, saved.config, {**table.config, "table": saved.name})
     saved_rule = (saved.optimizer or {}).get("optimizer")

@@ -19,8 +19,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.layers.inputs import Part, check_unscored, one_bag_each, read_bags
-from torchrec_dyn.lookup import largest_rows
+from torchrec_dyn.layers.inputs import Part, check_unscored, one_bag_each, pooled_by, read_bags
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -237,13 +236,12 @@ class Projections(nn.Module):
                 if columns[config.name] < config.embedding_dim
             }
         )
-        self._names, self._widths, self._features = pooled_outputs(configs)
-        self._tables = [config.name for config in configs for _ in config.feature_names]
-        # By table and feature, where the outputs of each are.
+        self._names, self._widths, _ = pooled_outputs(configs)
+        self._outputs = _pairs(configs)
         outputs = zip(pooled_outputs(pooled)[0], _pairs(pooled), strict=True) if pooled else ()
         self._name_of = {pair: name for name, pair in outputs}
         of_max = [config for config in configs if config not in pooled]
-        self._place_of = {pair: i for i, pair in enumerate(_pairs(of_max))}
+        self._of_max = _pairs(of_max)
         self._group_of = {config.name: str(columns[config.name]) for config in of_max}
         self._read = read
 
@@ -259,13 +257,13 @@ class Projections(nn.Module):
         rows: those of the bags of `features` whose maximum is taken, by group and feature.
         """
         narrow = {} if pooled is None else pooled.to_dict()
-        largest = [] if rows is None else self._largest(features, rows)
+        largest = {} if rows is None else self._largest(features, rows)
         wide: list[Tensor] = []
-        for table, feature in zip(self._tables, self._features, strict=True):
-            if (place := self._place_of.get((table, feature))) is not None:
-                wide.append(largest[place])
+        for pair in self._outputs:
+            if pair in largest:
+                wide.append(largest[pair])
             else:
-                wide.append(self._projected(table, narrow[self._name_of[table, feature]]))
+                wide.append(self._projected(pair[0], narrow[self._name_of[pair]]))
         return KeyedTensor(self._names, self._widths, torch.cat(wide, dim=1))
 
     def _projected(self, table: str, rows: Tensor) -> Tensor:
@@ -277,23 +275,17 @@ class Projections(nn.Module):
 
     def _largest(
         self, features: KeyedJaggedTensor, rows: Mapping[str, Mapping[str, JaggedTensor]]
-    ) -> list[Tensor]:
-        """Returns the largest values of projected rows, [B, E] for each feature with max pooling."""
+    ) -> dict[tuple[str, str], Tensor]:
+        """Returns the largest values of projected rows, [B, E], by the table and feature of each output."""
         found = self._read(maybe_td_to_kjt(features, None))
-        lengths = torch.split(found.lengths, found.batch_sizes)
-        outputs = [
-            largest_rows(
-                self._projected(
-                    table, rows[self._group_of[table]][_own_name(table, feature)].values()
-                ),
-                bag_lengths,
-            )
-            for (table, feature), bag_lengths in zip(self._place_of, lengths, strict=True)
-        ]
-        names = [feature for _, feature in self._place_of]
         inverse = features.inverse_indices_or_none()
-        widths = [output.shape[1] for output in outputs]
-        return [*outputs_by_sample(outputs, inverse, names).split(widths, dim=1)]
+        outputs: dict[tuple[str, str], Tensor] = {}
+        lengths = torch.split(found.lengths, found.batch_sizes)
+        for (table, feature), bag_lengths in zip(self._of_max, lengths, strict=True):
+            own = rows[self._group_of[table]][_own_name(table, feature)].values()
+            largest = pooled_by("max", self._projected(table, own), bag_lengths, None)
+            outputs[table, feature] = outputs_by_sample([largest], inverse, [feature])
+        return outputs
 
 
 def _pairs(configs: Sequence[EmbeddingBagConfig]) -> list[tuple[str, str]]:

@@ -343,7 +343,7 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
 def pooled_by(pooling: str, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
     """Returns the pooled rows of bags, [B, columns], as `pooled_rows`; "max" takes no weights."""
     if pooling == "max":
-        return largest_rows(rows, lengths)
+        return largest_rows(rows, bag_begins(lengths))
     return pooled_rows(rows, lengths, weights, mean=pooling == "mean")
 
 

@@ -145,7 +145,7 @@ class AdmissionCounters:
 
 
 class Asked(NamedTuple):
-    """What is asked for M ids without a row, if some features do not insert or count, or the user decides.
+    """The requests of M ids without a row, if some features do not insert or count, or the user decides.
 
     Attributes:
         asks: [M] bool, True if a feature that inserts has the id, and under OwnAdmission what that answers.

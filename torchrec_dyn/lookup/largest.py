@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.lookup.batch import Batch
-from torchrec_dyn.ops import complete_cumsum
 
 _MAX = 2  # torch.embedding_bag's number of this mode
 
@@ -24,7 +23,7 @@ def largest_of_batch(rows: Tensor, batch: Batch) -> Tensor:
     """Returns the output of a batch, as that of bags that are summed, from its rows [N, columns]."""
     assert batch.offsets is not None
     sizes = batch.first_bags.diff().tolist()
-    by_feature = largest_rows(rows, batch.offsets.diff()).split(sizes)
+    by_feature = largest_rows(rows, batch.offsets).split(sizes)
     return pooled_output(by_feature, batch.batch_sizes)
 
 
@@ -42,15 +41,15 @@ def pooled_output(
     return torch.cat([part.flatten() for parts in by_rank for part in parts])
 
 
-def largest_rows(rows: Tensor, lengths: Tensor, places: Tensor | None = None) -> Tensor:
+def largest_rows(rows: Tensor, offsets: Tensor, places: Tensor | None = None) -> Tensor:
     """Returns the largest value of each column in each bag, [B, columns]; zeros for an empty bag.
 
-    rows [N, columns]; lengths [B]; places [N] int64, the row of each id, bag after bag, each row once; None:
-    the rows are in this order.
+    rows [N, columns]; offsets [B + 1] int64; places [N] int64, the row of each id, bag after bag, each row
+    once; None: the rows are in this order.
     """
     if places is None:
         places = torch.arange(len(rows), device=rows.device)
-    largest: Tensor = _Largest.apply(rows, lengths, places)
+    largest: Tensor = _Largest.apply(rows, offsets, places)
     return largest
 
 
@@ -66,9 +65,9 @@ class _Largest(torch.autograd.Function):
     """The forward of torch.nn.EmbeddingBag; torch's backward refuses to be deterministic on CUDA."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, lengths: Tensor, places: Tensor) -> Tensor:
-        largest, where = largest_of_bags(rows, places, complete_cumsum(lengths))
-        nowhere = (lengths == 0).unsqueeze(1)  # torch says 0 for an empty bag
+    def forward(ctx: Any, rows: Tensor, offsets: Tensor, places: Tensor) -> Tensor:
+        largest, where = largest_of_bags(rows, places, offsets)
+        nowhere = (offsets.diff() == 0).unsqueeze(1)  # torch says 0 for an empty bag
         ctx.save_for_backward(where.masked_fill(nowhere, len(rows)))
         ctx.rows = len(rows)
         return largest

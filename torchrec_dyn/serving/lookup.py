@@ -236,7 +236,9 @@ class ServedLookup(nn.Module):
             table = self._table_numbers[f]
             if not generation.tables[table].pooling:
                 continue
-            values = self._rows_of(served, table, feature_rows)
+            ends = torch.tensor([0, feature_rows.shape[0]], device="cpu")
+            own = slice(table, table + 1)
+            values = self._one_by_one_rows(served, own, feature_rows, ends)
             if self.serves_initial:
                 initial = generation.unseen[table](feature_ids)
                 values = torch.where(feature_rows.unsqueeze(1) < 0, initial, values)
@@ -245,16 +247,23 @@ class ServedLookup(nn.Module):
             parts[f], _ = largest_of_bags(values, places, begins)
         return torch.cat(parts, dim=1)
 
-    def _rows_of(self, served: ServedTensors, table: int, rows: Tensor) -> Tensor:
-        """Returns rows [M, D] float32 of one table, zeros for -1."""
-        columns = self._configs[table].embedding_dim
+    def _one_by_one_rows(
+        self, served: ServedTensors, tables: slice, rows: Tensor, table_offsets: Tensor
+    ) -> Tensor:
+        """Returns rows [N, D] float32 of some tables of one width, in their order; zeros for -1.
+
+        table_offsets: the begin of each of them in rows [N] int64, and N.
+        """
+        columns = self._configs[tables][0].embedding_dim
         if served.nbit:
             by_type = cast(nn.ModuleDict, self._one_by_one[str(columns)])
             return cast(Tensor, by_type[served.nbit](served.rows, rows, None))
-        segments = torch.tensor([[0, 0, 1, 0, columns]], device="cpu")
-        segments = segments * torch.tensor([1, 1, rows.shape[0], 1, 1], device="cpu")
+        begins, counts = table_offsets[:-1], table_offsets.diff()
+        numbers = torch.arange(len(self._configs[tables]), device="cpu")
+        widths = torch.full_like(numbers, columns)
+        segments = torch.stack([numbers, begins, counts, begins * columns, widths], 1)
         return ops.gather_pool(
-            rows, None, None, served.blocks, served.layout[table : table + 1], segments, False,
+            rows, None, None, served.blocks, served.layout[tables], segments, False,
             rows.shape[0] * columns, torch.float32,
         ).view(-1, columns)  # fmt: skip
 
@@ -268,18 +277,7 @@ class ServedLookup(nn.Module):
         table_offsets = feature_offsets[self._first_feature]
         ids = ids.contiguous()
         rows, absent = served.find(ids, table_offsets)
-        width = self._columns[0]
-        if served.nbit:
-            out = self._nbit[served.nbit](served.rows, rows, None)
-        else:
-            begins, counts = table_offsets[:-1], table_offsets.diff()
-            tables = torch.arange(len(self._configs), device="cpu")
-            columns = torch.full_like(tables, width)
-            segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
-            out = ops.gather_pool(
-                rows, None, None, served.blocks, served.layout, segments, False,
-                ids.shape[0] * width, torch.float32,
-            ).view(-1, width)  # fmt: skip
+        out = self._one_by_one_rows(served, slice(None), rows, table_offsets)
         if self.serves_initial and self._has_any(absent):
             absent_of = self._absent_positions(rows, table_offsets)
             initial = [

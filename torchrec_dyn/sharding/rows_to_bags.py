@@ -29,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import largest_rows, pooled_output
 from torchrec_dyn.name_lists import listed
+from torchrec_dyn.ops import complete_cumsum
 from torchrec_dyn.sharding.dists import OwnerInputDist
 from torchrec_dyn.sharding.sent_batch import SentBatch
 from torchrec_dyn.storage import host_numbers
@@ -178,7 +179,7 @@ class BagsOutputDist(nn.Module):
             rows = torch.cat([parts[segment] for segment in segments]).view(-1, width)
             bags = slice(first_bags[features[0]], first_bags[features[-1] + 1])
             places = sent.places[first : first + len(rows)] - first
-            largest = largest_rows(rows, context.lengths[bags], places)
+            largest = largest_rows(rows, complete_cumsum(context.lengths[bags]), places)
             outputs += largest.split([context.sizes[feature] for feature in features])
             first += len(rows)
         return outputs
