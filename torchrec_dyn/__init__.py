@@ -7,7 +7,7 @@ from torchrec_dyn.versions import check_versions
 check_versions()
 
 from torchrec_dyn import checkpoint
-from torchrec_dyn.config import DynamicTableConfig, FeatureUse, MappedFiles
+from torchrec_dyn.config import DynamicTableConfig, FeatureUse, HostMemory, MappedFiles
 from torchrec_dyn.distributed import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
@@ -91,6 +91,7 @@ __all__ = [
     "FeatureUse",
     "GradScaler",
     "GroupDescription",
+    "HostMemory",
     "KaimingNormal",
     "KaimingUniform",
     "LarsSGD",

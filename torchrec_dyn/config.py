@@ -93,8 +93,9 @@ class DynamicTableConfig:
             once; all other features do all three.
         pooling: of a table of a pooled collection without weights: "max" for the largest value of each column
             in each bag, as torch.nn.EmbeddingBag(mode="max"); None: as the pooling of the table's config.
-        storage: where rows and their optimizer state are stored. None: in memory; MappedFiles(directory): in
-            files on a disk, on the CPU only.
+        storage: where rows and their optimizer state are stored. None: in the memory of the table's device;
+            HostMemory(gpu_rows): of a table on a GPU, in the host's memory, with a cache on the GPU;
+            MappedFiles(directory): in files on a disk, on the CPU only.
     """
 
     initializer: Initializer | FanInitializer | None = None
@@ -105,7 +106,7 @@ class DynamicTableConfig:
     gradient: GradientReduction = "mean_over_ranks"
     on_nonfinite: OnNonfinite = "write"
     features: tuple[FeatureUse, ...] = ()
-    storage: MappedFiles | None = None
+    storage: HostMemory | MappedFiles | None = None
     pooling: Literal["max"] | None = None
 
     def __post_init__(self) -> None:
@@ -135,10 +136,10 @@ class DynamicTableConfig:
                 f'{where}.pooling: expected "max" or None, got {self.pooling!r}. '
                 "Sums and means are the `pooling` of an EmbeddingBagConfig."
             )
-        if self.storage is not None and not isinstance(self.storage, MappedFiles):
+        if not isinstance(self.storage, HostMemory | MappedFiles | None):
             raise ValueError(
-                f"{where}.storage: expected MappedFiles or None, got {self.storage!r}. "
-                "For rows on a disk, give MappedFiles(directory)."
+                f"{where}.storage: expected HostMemory, MappedFiles or None, got {self.storage!r}. For rows "
+                "beyond a GPU's memory, give HostMemory(gpu_rows); for rows on a disk, MappedFiles(directory)."
             )
         _check_features(self.features, f"{where}.features")
         check_admission(self.admission, f"{where}.admission")
@@ -211,4 +212,30 @@ class MappedFiles:
             raise ValueError(
                 f"{where}: expected the absolute path of a directory, got {given!r}. "
                 "Give a directory on a local disk, such as '/mnt/nvme/scratch'."
+            )
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Storage for a table on a GPU: rows and optimizer state in the host's memory, which the GPU reads.
+
+    The rows that were used last are in the GPU's memory, too: a training forward loads the rows of its batch,
+    in place of the rows that no batch has used for the longest time, which are written back. What finds no
+    place is read and updated in the host's memory. So any number of `gpu_rows` gives the same numbers, and
+    only the time differs. The id map, scores, counters and marks stay in the GPU's memory. Without effect for
+    a table on the CPU.
+
+    Attributes:
+        gpu_rows: rows of the whole table that have a place in the memory of GPUs, at least 1. Ranks that
+            share the rows of a table have even shares of them.
+    """
+
+    gpu_rows: int
+
+    def __post_init__(self) -> None:
+        given = self.gpu_rows
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ValueError(
+                f"HostMemory.gpu_rows: expected at least 1, got {given!r}. "
+                "Give the rows that the GPUs have memory for; table_size has their bytes."
             )

@@ -130,7 +130,7 @@ class TableGroup:
         )
         self.has_life = any(table.life is not None for table in self.tables)
         self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
-        self.in_files = [t for t, table in enumerate(tables) if table.config.storage is not None]
+        self.in_files = [t for t, table in enumerate(tables) if table.weights.files is not None]
         self._uses = uses  # of the features; None if each does all
         self._insert_all = _inserting(self.tables, features_per_table, uses)
         self._lists: TableLists | None = None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.config import DynamicTableConfig, HostMemory
 from torchrec_dyn.policies import Counting
 from torchrec_dyn.ranks.agreement import exchange, gather_results
 from torchrec_dyn.ranks.layout import Piece, TableLayout
@@ -53,7 +53,9 @@ def row_limit(num_embeddings: int, ranks: int) -> int:
 
 
 def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfig:
-    """Returns the options of one of `ranks` ranks that share a table, with its share of the counters."""
+    """Returns the options of one of `ranks` ranks that share a table, with its share of what a table may have."""
+    if isinstance(config.storage, HostMemory):
+        config = replace(config, storage=HostMemory(-(-config.storage.gpu_rows // ranks)))
     admission = config.admission
     if not isinstance(admission, Counting) or admission.counters is None:
         return config

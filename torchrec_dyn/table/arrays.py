@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.config import DynamicTableConfig, MappedFiles
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
 from torchrec_dyn.life import NO_STEP, AdmissionCounters, RowLife, SearchedRows
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
@@ -197,7 +197,7 @@ class TableArrays:
         if self.changes is not None:
             self.changes.forget_sums()
         storage = self.config.storage
-        files = None if storage is None else storage.directory
+        files = storage.directory if isinstance(storage, MappedFiles) else None
         row_bytes = self.columns * dtype.itemsize
         shift = block_shift(self.row_limit, row_bytes, device.type, most_block_bytes(files))
         self.id_map = IdMap(self.row_limit, device)

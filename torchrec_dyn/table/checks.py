@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.config import MappedFiles
+from torchrec_dyn.config import HostMemory, MappedFiles
 from torchrec_dyn.life import check_life
 from torchrec_dyn.storage import check_directory
 
@@ -48,14 +48,16 @@ def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -
         ) from error
 
 
-def check_storage(where: str, storage: MappedFiles | None, device: torch.device) -> None:
+def check_storage(
+    where: str, storage: HostMemory | MappedFiles | None, device: torch.device
+) -> None:
     """Raises ValueError unless the rows of a table on this device can be where its config wants them."""
-    if storage is None:
+    if not isinstance(storage, MappedFiles):
         return
     if device.type != "cpu":
         raise ValueError(
             f"{where}: expected rows on the CPU, since its storage is MappedFiles, got {device}. Keep the "
-            "collection on the CPU, or leave DynamicTableConfig(storage=...) out."
+            "collection on the CPU, or give DynamicTableConfig(storage=HostMemory(gpu_rows))."
         )
     check_directory(where, storage.directory)
 
