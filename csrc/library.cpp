@@ -73,7 +73,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // where a result of this op does, and its addresses suffice, the address stays the same and both tensors share
   // memory. Otherwise the rows are copied to a new range of addresses, for `limit` rows. Other rows are not
   // initialised. Memory is committed for `rows` rows (storage/address_range.h).
-  m.def("grow_block(Tensor block, int rows, int limit) -> Tensor");
+  // on_host: in memory of the host that the GPU reads and writes, for `limit` rows at once.
+  m.def("grow_block(Tensor block, int rows, int limit, bool on_host=False) -> Tensor");
   // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
   // probability (storage/initial_rows.h). key: 64 bits made of the seed and the table's name.
   m.def(
@@ -114,7 +115,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and the sum of 1 if ids without a
-  // row read as initial rows, and 2 if find_and_pool does not list them, as of a frozen table. initial_states: the
+  // row read as initial rows, 2 if find_and_pool does not list them, as of a frozen table, and 4 if add_rows_ writes no initial rows. initial_states: the
   // number in each state of a new row; without them add_rows_ is an error. scores, score_layout [T, 4]: the scores of
   // rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
@@ -216,6 +217,20 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "update_prepared_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor segments, "
       "Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(a!)[] marks, "
       "Tensor? mark_layout, Tensor tables) -> ()");
+  // Rows of tables in host memory, of which frames in a GPU's memory hold some: among the rows of a table, as `tables`
+  // and block lists have them, the rows come first and the frames from `base` on. caches: five tensors for each table
+  // with a cache: places [R] int32, the frame + 1 of each row, or 0; owners [F] int64, the row of each frame, or -1;
+  // used [F] int32, the call that used it last; free [F] int32, of which the first counts[0] are the free frames;
+  // counts [4] int64: of free frames, of frames that were ever used, of rows loaded and of rows written back.
+  // cache_layout [C, 3]: table, number of the call modulo 2^32, base. Gives frames to rows [N] of a batch in table
+  // order, -1 is skipped, and copies the rows there, unless not `loads`. Frames of the longest unused rows make room,
+  // all that were used last by one call together; their rows are copied back. Rows that find no frame stay where they
+  // are. No kernel for the CPU.
+  m.def(
+      "cache_rows_(Tensor rows, Tensor table_offsets, Tensor(a!)[] caches, Tensor cache_layout, bool loads, "
+      "Tensor tables) -> ()");
+  // rows [N] in table order -> [N]: base + frame of a row in a frame, other numbers as they are. No kernel for the CPU.
+  m.def("row_places(Tensor rows, Tensor table_offsets, Tensor[] caches, Tensor cache_layout) -> Tensor");
 
   // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.
   m.def(

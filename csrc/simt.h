@@ -41,16 +41,18 @@ struct Stream {
   Workspace* workspace;
 };
 
-// Writes `desired` if the word is `expected`. Returns the word as it was.
-TORCHREC_DYN_BOTH inline int64_t atomic_cas(int64_t* word, int64_t expected, int64_t desired) {
+// Writes `desired` if the word, of 32 or 64 bits, is `expected`. Returns the word as it was.
+template <typename Word>
+TORCHREC_DYN_BOTH inline Word atomic_cas(Word* word, std::type_identity_t<Word> expected,
+                                         std::type_identity_t<Word> desired) {
 #if defined(__CUDA_ARCH__)
-  return static_cast<int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(word),
-                                        static_cast<unsigned long long>(expected),
-                                        static_cast<unsigned long long>(desired)));
+  using Unsigned = std::conditional_t<sizeof(Word) == 4, unsigned, unsigned long long>;
+  return static_cast<Word>(
+      atomicCAS(reinterpret_cast<Unsigned*>(word), static_cast<Unsigned>(expected), static_cast<Unsigned>(desired)));
 #elif defined(__CUDACC__)  // nvcc's host side, never called
   return *word == expected ? (*word = desired, expected) : *word;
 #else
-  std::atomic_ref<int64_t>(*word).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
+  std::atomic_ref<Word>(*word).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
   return expected;
 #endif
 }

@@ -178,7 +178,7 @@ def mark_new_(
 
 
 @_op
-def grow_block(block: Tensor, rows: int, limit: int) -> Tensor:
+def grow_block(block: Tensor, rows: int, limit: int, on_host: bool = False) -> Tensor:
     """Returns a block with more rows; its first rows are those of `block`, other rows are not initialised."""
     return block.new_empty(rows, block.shape[1])
 
@@ -235,6 +235,26 @@ def sort_by_owner(
         sent,
         ids.new_empty(ids.shape[0] if positions else 0),
     )
+
+
+@_op
+def cache_rows_(
+    rows: Tensor,
+    table_offsets: Tensor,
+    caches: Sequence[Tensor],
+    cache_layout: Tensor,
+    loads: bool,
+    tables: Tensor,
+) -> None:
+    """Gives frames to rows of tables in host memory, in place. On a GPU only."""
+
+
+@_op
+def row_places(
+    rows: Tensor, table_offsets: Tensor, caches: Sequence[Tensor], cache_layout: Tensor
+) -> Tensor:
+    """Returns where rows are: themselves, or their frames. On a GPU only."""
+    return torch.empty_like(rows)
 
 
 @_op

@@ -45,7 +45,7 @@ void init_rows(DeviceCall& call, std::vector<Write>& writes, const AddedRows& gi
     sent.send();
     for (size_t t = 0; t < tables.count(); ++t) {
       const int64_t begin = given.offsets[t], n = given.count(t), first_block = tables.layout[t].first_block;
-      if (n == 0) continue;
+      if (n == 0 || tables.unwritten[t] != 0) continue;
       const int64_t *ids = all_ids + begin, *rows = all_rows + begin;
       write_rows(call, writes, given.op, tables.initial[t], ids, rows, n, tables.rows<T>(t),
                  device_weights + first_block, tables.layout[t].blocks);

@@ -1,6 +1,6 @@
-// Address ranges of a GPU, by the virtual memory functions of CUDA's driver. Its library is not linked, so that the
-// extension loads on machines without a driver: the functions are looked up when the first range is made. And the error
-// of a GPU that gives no memory since it is lost.
+// Address ranges of a GPU, by the virtual memory functions of CUDA's driver, and memory of the host for a GPU. The
+// driver's library is not linked, so that the extension loads on machines without a driver: the functions are looked up
+// when the first range is made. And the error of a GPU that gives no memory since it is lost.
 #include "storage/address_range.h"
 
 #include <cuda.h>
@@ -47,6 +47,8 @@ struct Driver {
   TORCHREC_DYN_DRIVER_FUNCTION(cuMemMap);
   TORCHREC_DYN_DRIVER_FUNCTION(cuMemUnmap);
   TORCHREC_DYN_DRIVER_FUNCTION(cuMemSetAccess);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemHostAlloc);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemFreeHost);
 #undef TORCHREC_DYN_DRIVER_FUNCTION
 };
 
@@ -101,10 +103,72 @@ constexpr bool is_of_a_capture(cudaError_t error) {
   return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
 }
 
-class CudaAddressRange final : public AddressRange {
+// Memory that kernels of a GPU use.
+class GpuRange : public AddressRange {
  public:
-  CudaAddressRange(int64_t bytes, int32_t device, FindStream find_stream)
-      : device_(device), find_stream_(find_stream), context_(device) {
+  // Kernels of any stream may still use the rows, and what frees memory does not wait for them. To wait for a GPU while
+  // one of its streams is captured is an error, which ends the capture. Other errors are those of a process that ends,
+  // or of a fork, where the driver gives back the memory itself, or of a kernel: then the memory is lost until the
+  // process ends.
+  bool is_idle() final {
+    const CurrentContext current(context_);
+    is_lost_ = !current.is_set();
+    if (is_lost_) return true;
+    if (is_captured()) return false;
+    const cudaError_t error = cudaDeviceSynchronize();
+    cudaGetLastError();
+    if (is_of_a_capture(error)) return false;  // of a stream that is not this thread's
+    is_lost_ = error != cudaSuccess;
+    return true;
+  }
+
+ protected:
+  GpuRange(int32_t device, FindStream find_stream) : device_(device), context_(device), find_stream_(find_stream) {
+    const CurrentContext current(context_);
+    current.check();
+    check_driver(driver().cuDeviceGetCount(&devices_), "cuDeviceGetCount");
+  }
+
+  // Calls free() with the context of the GPU, unless its memory is lost.
+  template <typename Free>
+  void free_by(const Free& free) const {
+    const CurrentContext current(context_);
+    if (!is_lost_ && current.is_set()) free();
+  }
+
+  int32_t device_;
+  PrimaryContext context_;
+  int devices_ = 0;
+
+ private:
+  // True if a stream of this thread is captured, or still the one that was when this was asked first.
+  bool is_captured() {
+    if (captured_ != nullptr && captures(captured_)) return true;
+    captured_ = nullptr;
+    for (int32_t device = 0; device < devices_; ++device) {
+      void* stream = nullptr;
+      if (!find_stream_(device, &stream) || stream == nullptr || !captures(stream)) continue;
+      captured_ = stream;
+      return true;
+    }
+    return false;
+  }
+
+  static bool captures(void* stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+    cudaGetLastError();
+    return error == cudaSuccess && status != cudaStreamCaptureStatusNone;
+  }
+
+  FindStream find_stream_;
+  void* captured_ = nullptr;  // a stream
+  bool is_lost_ = false;
+};
+
+class CudaAddressRange final : public GpuRange {
+ public:
+  CudaAddressRange(int64_t bytes, int32_t device, FindStream find_stream) : GpuRange(device, find_stream) {
     const CurrentContext current(context_);
     current.check();
     find_peers();
@@ -119,30 +183,14 @@ class CudaAddressRange final : public AddressRange {
   }
 
   ~CudaAddressRange() override {
-    const CurrentContext current(context_);
-    if (is_lost_ || !current.is_set()) return;
-    int64_t begin = 0;
-    for (const int64_t end : ends_) {
-      driver().cuMemUnmap(address_ + static_cast<CUdeviceptr>(begin), static_cast<size_t>(end - begin));
-      begin = end;
-    }
-    driver().cuMemAddressFree(address_, static_cast<size_t>(bytes_));
-  }
-
-  // Kernels of any stream may still use the rows, and cuMemUnmap does not wait for them. To wait for a GPU while one of
-  // its streams is captured is an error, which ends the capture. Other errors are those of a process that ends, or of a
-  // fork, where the driver gives back the memory itself, or of a kernel: then the memory is lost until the process
-  // ends.
-  bool is_idle() override {
-    const CurrentContext current(context_);
-    is_lost_ = !current.is_set();
-    if (is_lost_) return true;
-    if (is_captured()) return false;
-    const cudaError_t error = cudaDeviceSynchronize();
-    cudaGetLastError();
-    if (is_of_a_capture(error)) return false;  // of a stream that is not this thread's
-    is_lost_ = error != cudaSuccess;
-    return true;
+    free_by([this] {
+      int64_t begin = 0;
+      for (const int64_t end : ends_) {
+        driver().cuMemUnmap(address_ + static_cast<CUdeviceptr>(begin), static_cast<size_t>(end - begin));
+        begin = end;
+      }
+      driver().cuMemAddressFree(address_, static_cast<size_t>(bytes_));
+    });
   }
 
  protected:
@@ -178,7 +226,6 @@ class CudaAddressRange final : public AddressRange {
 
   // A copy between two GPUs is a kernel of either, or of the driver: it faults on memory that its GPU has no access to.
   void find_peers() {
-    check_driver(driver().cuDeviceGetCount(&devices_), "cuDeviceGetCount");
     CUmemAccessDesc access{memory_kind().location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     access_.push_back(access);
     for (int32_t peer = 0; peer < devices_; ++peer) {
@@ -190,42 +237,41 @@ class CudaAddressRange final : public AddressRange {
     }
   }
 
-  // True if a stream of this thread is captured, or still the one that was when this was asked first.
-  bool is_captured() {
-    if (captured_ != nullptr && captures(captured_)) return true;
-    captured_ = nullptr;
-    for (int32_t device = 0; device < devices_; ++device) {
-      void* stream = nullptr;
-      if (!find_stream_(device, &stream) || stream == nullptr || !captures(stream)) continue;
-      captured_ = stream;
-      return true;
-    }
-    return false;
-  }
-
-  static bool captures(void* stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
-    cudaGetLastError();
-    return error == cudaSuccess && status != cudaStreamCaptureStatusNone;
-  }
-
-  int32_t device_;
-  FindStream find_stream_;
-  PrimaryContext context_;
-  int devices_ = 0;
   std::vector<CUmemAccessDesc> access_;  // of this GPU, and of the others that can reach its memory
   int64_t page_ = 0;
   CUdeviceptr address_ = 0;
   std::vector<int64_t> ends_;  // of the pieces: each is unmapped as it was mapped
-  void* captured_ = nullptr;   // a stream
-  bool is_lost_ = false;
+};
+
+// All GPUs reach memory of the host that the driver has allocated, by its address in the process (CUDA driver API,
+// cuMemHostAlloc: unified addressing, which every 64-bit GPU has).
+class HostRange final : public GpuRange {
+ public:
+  HostRange(int64_t bytes, int32_t device, FindStream find_stream) : GpuRange(device, find_stream) {
+    const CurrentContext current(context_);
+    current.check();
+    bytes_ = bytes;
+    const CUresult error = driver().cuMemHostAlloc(&begin_, static_cast<size_t>(bytes), CU_MEMHOSTALLOC_PORTABLE);
+    // As a driver says that the system lets no more memory be locked.
+    if (error == CUDA_ERROR_OPERATING_SYSTEM) throw std::bad_alloc();
+    check_driver(error, "cuMemHostAlloc");
+  }
+  ~HostRange() override {
+    free_by([this] { driver().cuMemFreeHost(begin_); });
+  }
+
+ protected:
+  int64_t commit_from(int64_t, int64_t) override { return bytes_; }
 };
 
 }  // namespace
 
 std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t device, FindStream find_stream) {
   return std::make_unique<CudaAddressRange>(bytes, device, find_stream);
+}
+
+std::unique_ptr<AddressRange> reserve_host_memory(int64_t bytes, int32_t device, FindStream find_stream) {
+  return std::make_unique<HostRange>(bytes, device, find_stream);
 }
 
 }  // namespace torchrec_dyn

@@ -48,6 +48,8 @@ using FindStream = bool (*)(int32_t device, void** stream);
 
 // A range of a GPU, of at least `bytes` bytes of addresses; address_range_cpu.h has the CPU's.
 std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t device, FindStream find_stream);
+// Memory of the host that a GPU reads and writes by the same addresses, of at least `bytes` bytes, committed at once.
+std::unique_ptr<AddressRange> reserve_host_memory(int64_t bytes, int32_t device, FindStream find_stream);
 
 // The ranges in use, by their address. A range lives as long as a tensor over it, and until its kernels have run.
 class GrowingBlocks {

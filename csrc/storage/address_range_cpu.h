@@ -36,7 +36,7 @@ class CpuAddressRange final : public AddressRange {
   int64_t page_;
 };
 
-inline std::unique_ptr<AddressRange> reserve_cpu_addresses(int64_t bytes, int32_t) {
+inline std::unique_ptr<AddressRange> reserve_cpu_addresses(int64_t bytes, int32_t, bool) {
   return std::make_unique<CpuAddressRange>(bytes);
 }
 

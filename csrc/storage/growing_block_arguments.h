@@ -10,9 +10,9 @@
 
 namespace torchrec_dyn {
 
-using ReserveAddresses = std::unique_ptr<AddressRange> (*)(int64_t bytes, int32_t device);
+using ReserveAddresses = std::unique_ptr<AddressRange> (*)(int64_t bytes, int32_t device, bool on_host);
 
-inline Tensor grow_block_in_range(const Tensor& block, int64_t rows, int64_t limit, const Device& device,
+inline Tensor grow_block_in_range(const Tensor& block, int64_t rows, int64_t limit, bool on_host, const Device& device,
                                   ReserveAddresses reserve, RaiseLost raise_lost = nullptr) {
   constexpr const char* op = "grow_block";
   constexpr int64_t kMostBytes = int64_t{1} << 47;  // the addresses of a process
@@ -31,7 +31,7 @@ inline Tensor grow_block_in_range(const Tensor& block, int64_t rows, int64_t lim
   GrowingBlocks::shared().free_left();
   void* begin = held > 0 ? block.mutable_data_ptr() : nullptr;
   const bool in_place = begin != nullptr && GrowingBlocks::shared().extend(begin, bytes);
-  if (!in_place) begin = GrowingBlocks::shared().add(reserve(limit * columns * size, device.index()), bytes);
+  if (!in_place) begin = GrowingBlocks::shared().add(reserve(limit * columns * size, device.index(), on_host), bytes);
   Tensor grown = tensor_of(
       begin, {rows, columns}, {columns, 1}, block.scalar_type(), [begin] { GrowingBlocks::shared().give_back(begin); },
       device, raise_lost);

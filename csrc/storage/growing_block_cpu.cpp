@@ -6,8 +6,8 @@
 namespace torchrec_dyn {
 namespace {
 
-Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit) {
-  return grow_block_in_range(block, rows, limit, DeviceType::CPU, &reserve_cpu_addresses);
+Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit, bool on_host) {
+  return grow_block_in_range(block, rows, limit, on_host, DeviceType::CPU, &reserve_cpu_addresses);
 }
 
 }  // namespace

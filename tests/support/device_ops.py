@@ -36,6 +36,7 @@ DESCRIPTIONS |= {
     "reused_offsets",
     "score_layout",
     "rules",
+    "cache_layout",
     "squares",
     "counters",
     "questions",

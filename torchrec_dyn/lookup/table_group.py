@@ -254,16 +254,17 @@ class TableGroup:
         if self.in_files:
             trains = batch.training and lists.trained is not None
             ask_for_batch(self.tables, self.in_files, step.rows, batch.table_offsets, trains)
+        rows = lists.prepared.places(step.rows, batch.table_offsets)
         if out is None:
             blocks = lists.prepared.rows()
             out = ops.gather_pool(
-                step.rows, offsets, weights, blocks.blocks, blocks.layout, bags.segments,
+                rows, offsets, weights, blocks.blocks, blocks.layout, bags.segments,
                 self.is_mean, bags.elements, self.output_dtype,
             ).view(bags.shape)  # fmt: skip
             if initial_ids is None:
                 return out
         ops.pool_prepared_(
-            out, step.new_index, step.rows, initial_ids, offsets, weights, bags.segments,
+            out, step.new_index, rows, initial_ids, offsets, weights, bags.segments,
             lists.prepared.get(), self.is_mean,
         )  # fmt: skip
         return out
@@ -323,7 +324,7 @@ class TableGroup:
 
         `collects` is that of `ops.find_and_pool`.
         """
-        if self.in_files:  # their pages are asked for first
+        if self.in_files or lists.prepared.has_caches:  # pages or rows are asked for first
             pools = _NONE
         weights = None if batch.weights is None else as_float(batch.weights)
         segments, output_rows, columns = (None, 0, 0) if bags is None else bags.arguments
@@ -335,6 +336,8 @@ class TableGroup:
         if not numbers.numel():
             raise wrong_bags(self.tables, batch)
         batch.offsets, batch.numbers = offsets, numbers
+        if batch.training and lists.prepared.has_caches:
+            lists.prepared.cache_rows(rows, batch.table_offsets, loads=True)
         if self._uses is not None and batch.training:
             batch.uses = self._uses.of_ids(batch.begins.diff(), batch.ids)
         new = None
@@ -530,8 +533,10 @@ class TableGroup:
         Computed from the present rows: in a pipeline another batch may have updated them.
         """
         initial_ids = forward.ids if lists.shows_initial else None
+        table_offsets = self._bag_layout.offsets_of_tables(forward.begins)
+        rows = lists.prepared.places(forward.shown, table_offsets)
         return ops.weights_grad_prepared(
-            grad, forward.shown, initial_ids, forward.offsets, forward.bags.segments,
+            grad, rows, initial_ids, forward.offsets, forward.bags.segments,
             lists.prepared.get(), self.is_mean,
         )  # fmt: skip
 
@@ -642,13 +647,17 @@ class TableGroup:
         if self.tables[0].optimizer.own is not None:
             self._write_by_rule(Update(forward, grad, weights), lists)
             return
-        marks: tuple[Sequence[Tensor], Tensor | None] = (), None
-        if lists.has_changes:
+        rows, marks = forward.rows, ((), None)
+        if lists.prepared.has_caches:
+            rows = lists.prepared.places(rows, self._bag_layout.offsets_of_tables(forward.begins))
+            if lists.has_changes:  # rows are marked by their numbers
+                note_changed(*self._changed(forward))
+        elif lists.has_changes:
             marks = note_update(*self._changed(forward))
         # Where nothing is rounded the ids are not read.
         ids = forward.rows if forward.ids is None else forward.ids
         ops.update_prepared_(
-            grad, ids, forward.rows, forward.offsets, weights, bags.segments,
+            grad, ids, rows, forward.offsets, weights, bags.segments,
             forward.streams, self.is_mean, [self.learning_rate, *lists.hyper],
             forward.reduction.scales, forward.reduction.senders, *marks, lists.prepared.get(),
         )  # fmt: skip

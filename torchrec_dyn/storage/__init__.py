@@ -46,6 +46,7 @@ from torchrec_dyn.storage.id_map import (
     reserve_maps,
 )
 from torchrec_dyn.storage.interrupts import change, commit, torn_error
+from torchrec_dyn.storage.row_cache import CachedTables, RowCache
 from torchrec_dyn.storage.row_changes import Added, Chosen, RowChange, joined, offsets_of, parts_of
 from torchrec_dyn.storage.row_numbers import OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import (

@@ -72,6 +72,18 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     )
 
 
+def host_block(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a block [rows, columns] in memory of the host that the GPU `device` reads and writes."""
+    nothing = torch.empty(0, columns, dtype=dtype, device=device)
+    try:
+        return ops.grow_block(nothing, rows, rows, on_host=True)
+    except MemoryError:
+        raise MemoryError(
+            f"RowStore: expected {rows * columns * dtype.itemsize} more bytes of host memory for {device}, got "
+            "none; no row has changed. Free memory, raise the limit of locked memory, or use smaller tables."
+        ) from None
+
+
 # Huge pages of x86-64, and of ARM with pages of 4 KiB.
 HUGE_PAGE_BYTES = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True)

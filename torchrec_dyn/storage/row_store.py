@@ -4,7 +4,8 @@ A table grows by appending a block of 2^shift rows; no row is copied (docs/dev/d
 reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
 
 A GPU commits memory at once. There the last block grows in place, in a range of addresses (block_memory.py).
-The blocks of a table in mapped files are memory of files on a disk (block_memory.py).
+The blocks of a table in mapped files are memory of files on a disk (block_memory.py). Those of a table in
+host memory are memory of the host that a GPU reads and writes; frames have copies of some rows (row_cache.py).
 
 Legend: M rows.
 """
@@ -26,11 +27,13 @@ from torchrec_dyn.storage.block_memory import (
     HUGE_PAGES,
     JOIN_PAGES,
     SMALL_PAGES,
+    host_block,
     lasting,
     mapped_block,
 )
 from torchrec_dyn.storage.host_reads import for_device, host_numbers, keep_in_use
 from torchrec_dyn.storage.id_map import BLOCKS, SLOT_BYTES
+from torchrec_dyn.storage.row_cache import CachedTables, RowCache
 
 _LINE_BYTES = 64
 # Rows beyond so many bytes get a huge page: on small pages steps of 20 tables took 1.2 of the time.
@@ -66,7 +69,8 @@ def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "
 class RowStore:
     """A store of rows in blocks [2^shift, columns]; in ranges the last may have fewer rows.
 
-    `files` is the directory of the files from which the blocks are mapped; None: they are in memory.
+    `files` is the directory of the files from which the blocks are mapped; None: they are in memory. `on_host`:
+    the blocks of a GPU's store are memory of the host.
     """
 
     columns: int
@@ -74,19 +78,31 @@ class RowStore:
     dtype: torch.dtype
     device: torch.device
     files: str | None = None
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self.grows_in_place = self.device.type in knobs.RANGE_DEVICES
+        self.grows_in_place = self.device.type in knobs.RANGE_DEVICES and not self.on_host
         self.is_cpu = self.device.type == "cpu"  # torch takes microseconds for the name of a device
         self._begins_small = False  # True: the first rows are on small pages
         self._process = os.getpid()
+        self.cache: RowCache | None = None
+        self.frames: RowStore  # of the cache
+
+    def join(self, cache: RowCache) -> None:
+        """Makes a store in host memory use the frames of a cache; rows in frames are read from the store."""
+        frames = RowStore(self.columns, self.shift, self.dtype, self.device)
+        frames.reserve(cache.frames)
+        if cache.calls:
+            places, rows = cache.owners()
+            frames.write(places, self.read(rows))
+        self.frames, self.cache = frames, cache
 
     def empty(self, columns: int | None = None, dtype: torch.dtype | None = None) -> RowStore:
         """Returns an empty store of the same kind for rows of another width or dtype, by default of these."""
         columns, dtype = columns or self.columns, dtype or self.dtype
-        return RowStore(columns, self.shift, dtype, self.device, self.files)
+        return RowStore(columns, self.shift, dtype, self.device, self.files, self.on_host)
 
     @property
     def capacity(self) -> int:
@@ -113,6 +129,8 @@ class RowStore:
             self.blocks.append(self._spare.pop())
         if is_new or self._begins_small:
             self._choose_pages(rows)
+        if self.cache is not None:
+            self.frames.reserve(self.cache.frames)
 
     def _choose_pages(self, rows: int) -> None:
         """Puts the first rows of a new store on small pages, and joins these once `rows` rows are in use.
@@ -142,6 +160,8 @@ class RowStore:
             most = most_block_bytes(self.files) // (block_rows * self.row_bytes)
             count = max(1, min(len(self.blocks), most))
         rows = count * block_rows
+        if self.on_host:
+            return [host_block(block_rows, self.columns, self.dtype, self.device)]
         if self.files is not None:
             together = mapped_block(self.files, rows, self.columns, self.dtype)
         elif self.is_cpu and rows * self.row_bytes >= HUGE_PAGE_BYTES:
@@ -172,11 +192,25 @@ class RowStore:
         BLOCKS.renew()
         self.blocks = blocks
 
+    @property
+    def all_blocks(self) -> list[Tensor]:
+        """The blocks of the rows, then those of the frames of a cache."""
+        return self.blocks if self.cache is None else self.blocks + self.frames.blocks
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Returns where rows [M] int64 are in `all_blocks`, [M] int64."""
+        if self.cache is None or not self.cache.calls:
+            return rows
+        cached = CachedTables({0: self.cache}, [len(self.blocks) << self.shift])
+        return cached.places(rows, host_numbers([0, rows.numel()]))
+
     def blocks_of_first(self, rows: int) -> list[Tensor]:
-        """Returns the blocks of the first `rows` rows; in ranges the last block is cut after them."""
+        """Returns the blocks of the first `rows` rows, and of frames; in ranges the last is cut after them."""
         blocks = self.blocks[: -(-rows >> self.shift)]
         if self.grows_in_place and blocks:
             blocks[-1] = blocks[-1][: rows - ((len(blocks) - 1) << self.shift)]
+        if self.cache is not None:
+            blocks = blocks + self.frames.blocks_of_first(self.cache.frames)
         return blocks
 
     def read(self, rows: Tensor) -> Tensor:
@@ -184,7 +218,8 @@ class RowStore:
         if self.files is not None:
             parts = [self._read_from_files(some) for some in rows.split(knobs.ROWS_READ_TOGETHER)]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
+        places = self.places(rows)
+        return ops.gather_rows(places, self.all_blocks, self.shift, self.columns, self.dtype)
 
     def _read_from_files(self, rows: Tensor) -> Tensor:
         self.ask_for(rows)
@@ -224,7 +259,8 @@ class RowStore:
             return
         self.check_process("RowStore")
         values = values.to(self.dtype).contiguous()
-        ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
+        places = self.places(rows)
+        ops.scatter_rows_(places, values, self.all_blocks, self.shift, self.columns)
 
     def within(self, first_row: int, first_column: int, size: Sequence[int]) -> Tensor | None:
         """Returns a range of `size` rows and columns as a view; None if the rows lie in several blocks."""
@@ -234,7 +270,10 @@ class RowStore:
         return self.blocks[block][place : place + size[0], first_column : first_column + size[1]]
 
     def put(self, first_row: int, first_column: int, values: Tensor) -> None:
-        """Copies values [M, C], rounded to nearest, into rows and columns, unless they lie there."""
+        """Copies values [M, C], rounded to nearest, into rows and columns, unless they lie there.
+
+        For stores that no step has used: rows in frames stay as they are.
+        """
         columns = slice(first_column, first_column + values.shape[1])
         end, row = first_row + len(values), first_row
         while row < end:
@@ -247,8 +286,15 @@ class RowStore:
             row += count
 
     def keep_in_use(self) -> None:
-        """Keeps the blocks, which are dropped next, for present kernels; a range waits for them itself."""
-        if not (self.grows_in_place and block_memory.in_range(1 << self.shift, self.row_bytes)):
+        """Keeps the blocks, which are dropped next, for present kernels.
+
+        Ranges, and blocks in host memory, wait for them themselves.
+        """
+        if self.cache is not None:
+            self.cache.keep_in_use()
+            self.frames.keep_in_use()
+        in_range = self.grows_in_place and block_memory.in_range(1 << self.shift, self.row_bytes)
+        if not (in_range or self.on_host):
             keep_in_use(*self.blocks)
 
     def reserve_zeros(self, rows: int) -> None:
@@ -256,7 +302,7 @@ class RowStore:
         if self.files is not None:  # a new file reads as zeros
             self.reserve(rows)
             return
-        if self.grows_in_place:
+        if self.grows_in_place or self.on_host:
             self.reserve(rows)
             for block in self.blocks:
                 block.zero_()
@@ -279,7 +325,8 @@ class RowStore:
     def fill(self, rows: Tensor, number: float) -> None:
         """Fills rows [M] int64 with a number."""
         constant = [number, 0.0, 0.0, 1.0, 0.0, 1.0]
-        ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)
+        places = self.places(rows)
+        ops.init_rows_(rows, places, self.all_blocks, self.shift, self.columns, 0, 0, constant, 0)
 
 
 @dataclass(eq=False)
@@ -305,7 +352,7 @@ class InitialRows:
     ) -> None:
         """Writes the initial rows of ids [M] int64 to rows [M] int64, and those of `states`."""
         ops.init_rows_(
-            ids, rows, store.blocks, store.shift, store.columns, self.first_column,
+            ids, store.places(rows), store.all_blocks, store.shift, store.columns, self.first_column,
             self._kind, self._parameters, self._key,
         )  # fmt: skip
         if states:
@@ -331,7 +378,7 @@ def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> 
     lines: list[list[int]] = []
     blocks: list[Tensor] = []
     for place, store in enumerate(stores):
-        own = store.blocks if rows is None else store.blocks_of_first(rows[place])
+        own = store.all_blocks if rows is None else store.blocks_of_first(rows[place])
         lines.append([len(blocks), len(own), store.shift, store.columns])
         blocks.extend(own)
     return TableBlocks(blocks, host_numbers(lines))

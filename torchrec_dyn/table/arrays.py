@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.config import DynamicTableConfig, MappedFiles
+from torchrec_dyn.config import DynamicTableConfig, HostMemory, MappedFiles
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
 from torchrec_dyn.life import NO_STEP, AdmissionCounters, RowLife, SearchedRows
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
@@ -24,6 +24,7 @@ from torchrec_dyn.storage import (
     IdMap,
     InitialRows,
     OpenForwards,
+    RowCache,
     RowNumbers,
     RowStore,
     TableLock,
@@ -198,16 +199,23 @@ class TableArrays:
             self.changes.forget_sums()
         storage = self.config.storage
         files = storage.directory if isinstance(storage, MappedFiles) else None
+        on_host = isinstance(storage, HostMemory) and device.type != "cpu"
         row_bytes = self.columns * dtype.itemsize
         shift = block_shift(self.row_limit, row_bytes, device.type, most_block_bytes(files))
+        life = (self.config, self.name, self.row_limit, shift, device)
+        if on_host:
+            shift = block_shift(self.row_limit, row_bytes)
         self.id_map = IdMap(self.row_limit, device)
         self.row_numbers = RowNumbers(self.forwards, device)
-        self.weights = RowStore(self.columns, shift, dtype, device, files)
+        self.weights = RowStore(self.columns, shift, dtype, device, files, on_host)
         self.states = tuple(
-            RowStore(columns, shift, STATE_DTYPE, device, files)
+            RowStore(columns, shift, STATE_DTYPE, device, files, on_host)
             for columns in self.optimizer.state_columns(self.columns)
         )
-        life = (self.config, self.name, self.row_limit, shift, device)
+        if on_host:
+            cache = RowCache(min(storage.gpu_rows, self.row_limit), self.row_limit, device)
+            for store in self.stores:
+                store.join(cache)
         self.life = RowLife(*life) if self.config.has_life else None
         if self.nonfinite is not None:
             self.nonfinite = self.nonfinite.to(device, copy=True)
@@ -250,6 +258,8 @@ class TableArrays:
     def reserve_rows(self, additional: int, counters: int) -> None:
         """Makes room for `additional` more rows, and `counters` more counters, in all but the maps."""
         rows = self.row_numbers.highest_after(additional)
+        if self.weights.cache is not None:
+            self.weights.cache.reserve(rows)
         for store in self.stores:
             store.reserve(rows)
         if self.changes is not None:

@@ -21,6 +21,7 @@ from torchrec_dyn.storage import (
     change,
     host_numbers,
     joined,
+    offsets_of,
     parts_of,
 )
 from torchrec_dyn.table.arrays import Room, TableArrays, reserve_tables
@@ -136,7 +137,7 @@ class TableChange:
         Without counts of the new ids, outside of training, the counters of waiting ids are dropped, too.
         """
         self.rows = RowChange(tables, len(prepared.tables), prepared.get(), removed, added)
-        self._cause = cause
+        self._cause, self._prepared = cause, prepared
         self._tables = {t: tables[t] for t in sorted({*self.rows.lost, *self.rows.sizes})}
         logs = {t: log for t in self.rows.lost if (log := tables[t].change_log) is not None}
         own = parts_of(self.rows.removed.ids, self.rows.removed.sizes) if logs else {}
@@ -148,11 +149,14 @@ class TableChange:
 
     def _prepare_added(self, added: Added | None) -> None:
         self._drops: list[RowChange] = []
+        self._are_cached = False
         # New ids and rows, by table, of those tables to which they matter beyond the op.
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         if added is None:
             return
         drops = added.counts is None
+        # New rows of a training step belong to its batch.
+        self._are_cached = not drops and self._prepared.has_caches
         special = [t for t in self.rows.sizes if _is_special(self._tables[t], drops)]
         if not special:
             return
@@ -177,8 +181,13 @@ class TableChange:
             drop.commit()
         for log, removed in self._logged.values():
             log.removed = removed
+        if self._are_cached:
+            offsets = offsets_of(self.rows.sizes, len(self._prepared.tables))
+            self._prepared.cache_rows(self.rows.new_rows, offsets, loads=False)
         for t, (ids, rows) in self._parts.items():
             table = self._tables[t]
+            if table.weights.cache is not None:  # where the op does not know the places
+                table.initial_rows.write(ids, rows, table.weights, table.states)
             if table.optimizer.own is not None:  # whose states the op does not know
                 for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
                     store.fill(rows, number)
@@ -210,8 +219,9 @@ class TableChange:
 
 
 def _is_special(table: TableArrays, drops_counters: bool) -> bool:
-    """Returns True if new rows of a table have states of a rule in Python, are logged, or ids may wait."""
-    if table.optimizer.own is not None or table.change_log is not None:
+    """Returns True if the op of a change does not do all that the new rows of a table need."""
+    has_places = table.weights.cache is not None
+    if has_places or table.optimizer.own is not None or table.change_log is not None:
         return True
     return drops_counters and table.waiting is not None
 

@@ -17,6 +17,7 @@ from torchrec_dyn.optimizers import RULES, OptimizerKind
 from torchrec_dyn.storage import (
     BLOCKS,
     SLOTS,
+    CachedTables,
     RowStore,
     TableBlocks,
     arrays_of,
@@ -43,12 +44,15 @@ class PreparedTables:
         self._frozen = frozenset(frozen)
         self._tokens: tuple[object, object] = (None, None)
         self._handle = torch.empty(0, device="cpu")
+        self._cached = CachedTables({}, [])
         self._rows: TableBlocks
         self._states: list[Tensor]
         self._scores: TableBlocks
         initial = [table.initial_rows.numbers() for table in tables]
         flags = [
-            (table.config.unseen == "initial") + 2 * (t in self._frozen)
+            (table.config.unseen == "initial")
+            + 2 * (t in self._frozen)
+            + 4 * (table.weights.cache is not None)
             for t, table in enumerate(tables)
         ]
         self._initial = host_numbers(
@@ -70,10 +74,25 @@ class PreparedTables:
         self.get()
         return self._rows
 
+    @property
+    def has_caches(self) -> bool:
+        """True if rows of a table are in frames: ops that read or write rows take their `places`."""
+        self.get()
+        return bool(self._cached)
+
+    def cache_rows(self, rows: Tensor, table_offsets: Tensor, loads: bool) -> None:
+        """Gives frames to the rows of a batch: `CachedTables.cache_rows`."""
+        handle = self.get()
+        self._cached.cache_rows(rows, table_offsets, handle, loads)
+
+    def places(self, rows: Tensor, table_offsets: Tensor) -> Tensor:
+        """Returns where the rows of a batch are, as ops take rows: `CachedTables.places`."""
+        return self._cached.places(rows, table_offsets) if self.has_caches else rows
+
     def _prepare(self, blocks: object) -> None:
         # Slots of a map that grows move in most steps, but blocks do not change.
         if self._tokens[1] is not blocks:
-            self._rows, self._states = _list_rows(self.tables)
+            self._rows, self._states, self._cached = _list_rows(self.tables)
             self._scores = blocks_of(self._score_stores())
         optimizer, nonfinite = self.tables[0].optimizer, _nonfinite_of(self.tables)
         rule, states, numbers = optimizer.rule, self._states, list(optimizer.initial_states)
@@ -94,17 +113,22 @@ class PreparedTables:
         ]
 
 
-def _list_rows(tables: Sequence[TableArrays]) -> tuple[TableBlocks, list[Tensor]]:
+def _list_rows(tables: Sequence[TableArrays]) -> tuple[TableBlocks, list[Tensor], CachedTables]:
     # An interrupt may have left more rows in some stores of a table. In ranges, rows of fewer bytes have more
     # room: memory is committed by the page.
     rows = [min(store.capacity for store in table.stores) for table in tables]
+    caches = {
+        t: cache for t, table in enumerate(tables) if (cache := table.weights.cache) is not None
+    }
+    bases = [-(-rows[t] >> tables[t].weights.shift) << tables[t].weights.shift for t in caches]
     states = [
         block
         for stores in zip(*(table.states for table in tables), strict=True)
         for store, count in zip(stores, rows, strict=True)
         for block in store.blocks_of_first(count)
     ]
-    return blocks_of([table.weights for table in tables], rows), states
+    blocks = blocks_of([table.weights for table in tables], rows)
+    return blocks, states, CachedTables(caches, bases)
 
 
 def _nonfinite_of(tables: Sequence[TableArrays]) -> list[Tensor]:
