@@ -68,10 +68,11 @@ class RowCache:
         frames = (owners >= 0).nonzero().flatten()
         return frames, owners[frames]
 
-    def counts(self) -> tuple[int, int]:
-        """Returns how many rows were loaded into frames, and how many were written back."""
-        _, _, loaded, written = self._counts.tolist()
-        return loaded, written
+    def take_counts(self) -> dict[str, int]:
+        """Returns how many rows were loaded into frames and written back since the last call."""
+        loaded, written = self._counts[2:].tolist()
+        self._counts[2:].zero_()
+        return {"rows_loaded": loaded, "rows_written_back": written}
 
     def keep_in_use(self) -> None:
         """Keeps the memory of the cache, which is dropped next, for present kernels."""

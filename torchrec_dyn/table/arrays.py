@@ -179,6 +179,12 @@ class TableArrays:
         """The counters of `stats`, without the forwards of the table's shared counters."""
         return self.own.counters
 
+    def note_cached(self) -> None:
+        """Adds what the cache of a table in host memory has counted to `counters`, before it is dropped."""
+        if self.weights.cache is not None:
+            for name, count in self.weights.cache.take_counts().items():
+                self.counters[name] += count
+
     def start_as(self, initializer: Initializer) -> None:
         """Sets the initializer of fresh rows."""
         states = self.optimizer.initial_states

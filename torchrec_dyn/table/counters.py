@@ -21,6 +21,7 @@ from torchrec_dyn.storage import TABLES
 COUNTED = (
     *("ids_seen", "hits", "refused", "inserted", "evicted_expired", "evicted_full", "erased"),
     *("late_grads", "counters_dropped", "counters_expired", "forwards"),
+    *("rows_loaded", "rows_written_back"),
 )
 
 

@@ -155,8 +155,7 @@ class TableChange:
         if added is None:
             return
         drops = added.counts is None
-        # New rows of a training step belong to its batch.
-        self._are_cached = not drops and self._prepared.has_caches
+        self._are_cached = added.fills is not None and self._prepared.has_caches
         special = [t for t in self.rows.sizes if _is_special(self._tables[t], drops)]
         if not special:
             return

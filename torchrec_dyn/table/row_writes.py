@@ -129,6 +129,8 @@ def replace(table: TableArrays, rows: TableArrays) -> Commit:
     def commit() -> None:
         changed = changes if stamp_of(table) == stamp else logged()  # by another thread
         id_map, former = table.id_map, [*table.stores]
+        if rows.weights is not table.weights:
+            table.note_cached()
         if table.life is not None:
             former.append(table.life.scores.store)
         if is_same_device:

@@ -224,9 +224,11 @@ class TableShard(TableArrays):
         Counts since the table was made. Occurrences in training: ids_seen, hits (had a row), unseen (had no
         row), refused (got no row). Ids: inserted, evicted_expired, evicted_full, erased, counters_dropped,
         counters_expired. Others: late_grads (gradients of rows whose id was removed), nonfinite (updates that
-        `on_nonfinite` refused), forwards (training forwards; unlike `step`, a saved number is not loaded or
-        carried over).
+        `on_nonfinite` refused), rows_loaded and rows_written_back (of a table in host memory: rows copied to
+        the GPU and back), forwards (training forwards; unlike `step`, a saved number is not loaded or carried
+        over).
         """
+        self.note_cached()
         life, counters = self.life, self.own.total_counters()
         stores = [*self.stores, life.scores.store] if life is not None else self.stores
         waiting = self.waiting
@@ -296,6 +298,7 @@ class TableShard(TableArrays):
 
     def _state_to_copy(self) -> dict[str, Any]:
         # Blocks are much larger than the rows in use, so a copy holds the contents instead.
+        self.note_cached()
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         fields["own"] = self.own.moved_to(SharedCounters(1), 0)  # copied under the lock

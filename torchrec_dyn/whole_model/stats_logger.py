@@ -35,6 +35,7 @@ _CHARTS = {
     "bytes": ("bytes",),
     "probe length": ("probe_length_mean", "probe_length_max"),
     "late and non-finite updates": ("late_grads", "nonfinite"),
+    "rows between host and GPU": ("rows_loaded", "rows_written_back"),
 }
 
 
