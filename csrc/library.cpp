@@ -115,9 +115,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and the sum of 1 if ids without a
-  // row read as initial rows, 2 if find_and_pool does not list them, as of a frozen table, and 4 if add_rows_ writes no initial rows. initial_states: the
-  // number in each state of a new row; without them add_rows_ is an error. scores, score_layout [T, 4]: the scores of
-  // rows, which touch_scores_ needs; a table with 0 blocks keeps none.
+  // row read as initial rows, 2 if find_and_pool does not list them, as of a frozen table, and 4 if add_rows_ writes no
+  // initial rows. initial_states: the number in each state of a new row; without them add_rows_ is an error. scores,
+  // score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial, Tensor? parameters, float[] initial_states, "
@@ -224,7 +224,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // counts [4] int64: of free frames, of frames that were ever used, of rows loaded and of rows written back.
   // cache_layout [C, 3]: table, number of the call modulo 2^32, base. Gives frames to rows [N] of a batch in table
   // order, -1 is skipped, and copies the rows there, unless not `loads`. Frames of the longest unused rows make room,
-  // all that were used last by one call together; their rows are copied back. Rows that find no frame stay where they
+  // of equally old ones those of the lowest rows; their rows are copied back. Rows that find no frame stay where they
   // are. No kernel for the CPU.
   m.def(
       "cache_rows_(Tensor rows, Tensor table_offsets, Tensor(a!)[] caches, Tensor cache_layout, bool loads, "

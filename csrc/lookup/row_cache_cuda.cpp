@@ -1,4 +1,5 @@
-// The rows of tables in host memory that a GPU's memory has, too. Without kernels for the CPU: its tables have no caches.
+// The rows of tables in host memory that a GPU's memory has, too. Without kernels for the CPU: its tables have no
+// caches.
 #include <cstdint>
 #include <vector>
 
@@ -32,8 +33,8 @@ std::vector<ByteRows> stores_of(const CacheRowsCall& given, std::vector<RowCache
       RowCache& cache = caches[static_cast<size_t>(c)];
       cache.first_store = static_cast<int64_t>(stores.size());
       cache.stores = 1 + facts.state_count();
-      stores.push_back(bytes_of_rows(tables.rows<T>(t), blocks,
-                                     static_cast<T* const*>(weights) + tables.layout[t].first_block));
+      stores.push_back(
+          bytes_of_rows(tables.rows<T>(t), blocks, static_cast<T* const*>(weights) + tables.layout[t].first_block));
       for (int s = 0; s < facts.state_count(); ++s) {
         const RowBlocks<float> state = tables.state(t, s, facts.states[s]);
         stores.push_back(bytes_of_rows(state, blocks, states + (state.blocks - tables.states.data())));
@@ -73,12 +74,16 @@ void cache_rows_(const CacheRowsCall& given) {
   auto* const assigned = call.allocate_for<int64_t>(n);
   auto* const counts = call.zeros<int64_t>(count * kAgeCopies * kAges);
   auto* const sums = call.allocate_for<int64_t>(count * kAges + 1);
+  auto* const ties = call.zeros<int64_t>(count * kTies + 1);
   simt::launch(stream, n, FindMissing{all, const_data<int64_t>(given.batch.rows), missing});
   simt::launch(stream, count, PlanEvictions{all});
   simt::launch(stream, frames, CountAges{all, counts});
   simt::launch(stream, count * kAges + 1, AddAges{counts, sums, count});
   simt::exclusive_sum(stream, sums, count * kAges + 1);
   simt::launch(stream, count * kAges, ChooseAges{all, sums});
+  simt::launch(stream, frames, CountTies{all, ties});
+  simt::exclusive_sum(stream, ties, count * kTies + 1);
+  simt::launch(stream, count * kTies, ChooseRows{all, ties});
   simt::launch_tiles(stream, frames, WriteBackRows{all, stores});
   simt::launch(stream, frames, FreeFrames{all});
   simt::launch(stream, n, AssignFrames{all, missing, assigned});

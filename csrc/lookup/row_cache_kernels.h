@@ -3,10 +3,11 @@
 // host first, then those of the frames, which begin at row `base` of the list.
 //
 //   1. FindMissing: frames of the batch's rows are used now; a row without a frame is listed once.
-//   2. PlanEvictions: how many frames are needed beyond the free ones. If none is, the kernels of 3 to 5 do nothing.
-//   3. CountAges, AddAges, ChooseAges: the age up to which frames stay. All frames of an age go together, so no two
-//      frames are ever compared.
-//   4. WriteBackRows, FreeFrames: rows of older frames go back to the host.
+//   2. PlanEvictions: how many frames are needed beyond the free ones. If none is, the kernels of 3 and 4 do nothing.
+//   3. CountAges, AddAges, ChooseAges: the age at which enough frames are found. CountTies, ChooseRows: of the frames
+//   of
+//      this age those of the lowest rows, in bins of neighbouring rows: so no two frames are ever compared.
+//   4. WriteBackRows, FreeFrames: the rows of these frames go back to the host.
 //   5. AssignFrames, LoadRows, FinishPlans: the missing rows get frames, as far as there are frames.
 #pragma once
 
@@ -39,9 +40,13 @@ enum : int64_t { kFreeFrames, kUsedFrames, kLoadedRows, kWrittenRows, kCacheCoun
 struct CachePlan {
   int64_t missing;  // rows of the batch without a frame
   int64_t need;     // frames beyond the free ones
-  int64_t last;     // ages before it in the order of ChooseAges, and it, go; -1: none
+  int64_t last;     // frames of ages before it in the order of age_place go; -1: none
+  int64_t ties;     // frames of this age that are needed, too
+  int64_t tie;      // the last bin of them
   int64_t written;  // rows that went back
 };
+
+constexpr int64_t kTies = 2048;  // bins of rows
 
 // Ages of frames in calls, of which those up to 127 are counted one by one, and others in 64 parts of each octave. The
 // oldest are first.
@@ -67,16 +72,14 @@ struct RowCache {
   int64_t frames;
   int64_t base;
   uint32_t now;
-  int64_t begin;        // the table's rows in the batch are [begin, end)
+  int64_t begin;  // the table's rows in the batch are [begin, end)
   int64_t end;
   int64_t first_frame;  // of all caches, one after the other
   CachePlan* plan;
   int64_t first_store;
   int64_t stores;
 
-  TORCHREC_DYN_BOTH bool has_row(int64_t row) const {
-    return static_cast<uint64_t>(row) < static_cast<uint64_t>(rows);
-  }
+  TORCHREC_DYN_BOTH bool has_row(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(rows); }
   TORCHREC_DYN_BOTH bool has_position(int64_t i) const { return i >= begin && i < end; }
   // The frame of a row, or less than 0.
   TORCHREC_DYN_BOTH int64_t frame_of(int64_t row) const {
@@ -85,18 +88,20 @@ struct RowCache {
   }
   TORCHREC_DYN_BOTH int64_t free_frames() const { return between(counts[kFreeFrames]); }
   TORCHREC_DYN_BOTH int64_t used_frames() const { return between(counts[kUsedFrames]); }
-  TORCHREC_DYN_BOTH int64_t between(int64_t count) const {
-    return count < 0 ? 0 : lesser_of(count, frames);
-  }
+  TORCHREC_DYN_BOTH int64_t between(int64_t count) const { return count < 0 ? 0 : lesser_of(count, frames); }
   // The place of a frame's age in the order of ChooseAges; -1 if it has no row, or is used by this call.
   TORCHREC_DYN_BOTH int64_t age_of(int64_t frame) const {
     if (frame >= used_frames() || !has_row(owners[frame])) return -1;
     const uint32_t age = now - static_cast<uint32_t>(used[frame]);
     return age == 0 ? -1 : age_place(age);
   }
+  // The bin of a frame that has a row.
+  TORCHREC_DYN_BOTH int64_t tie_of(int64_t frame) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(owners[frame]) * kTies / static_cast<uint64_t>(rows));
+  }
   TORCHREC_DYN_BOTH bool is_leaving(int64_t frame) const {
     const int64_t age = plan->last < 0 ? -1 : age_of(frame);
-    return age >= 0 && age <= plan->last;
+    return age >= 0 && (age < plan->last || (age == plan->last && tie_of(frame) <= plan->tie));
   }
 };
 
@@ -178,7 +183,34 @@ struct ChooseAges {
     const RowCache& cache = all.caches[i / kAges];
     const int64_t first = sums[i / kAges * kAges], need = cache.plan->need;
     const bool is_last = i % kAges == kAges - 1;
-    if (sums[i] - first < need && (need <= sums[i + 1] - first || is_last)) cache.plan->last = i % kAges;
+    if (sums[i] - first >= need || (need > sums[i + 1] - first && !is_last)) return;
+    cache.plan->last = i % kAges;
+    cache.plan->ties = need - (sums[i] - first);
+  }
+};
+
+struct CountTies {
+  RowCaches all;
+  int64_t* counts;  // [caches, kTies], and one more
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const RowCache& cache = all.of_frame(i);
+    const int64_t frame = i - cache.first_frame, c = &cache - all.caches;
+    if (cache.plan->last >= 0 && cache.age_of(frame) == cache.plan->last)
+      simt::warp_aggregated_increment(counts + c * kTies + cache.tie_of(frame));
+  }
+};
+
+struct ChooseRows {
+  RowCaches all;
+  const int64_t* sums;  // of the counts
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const RowCache& cache = all.caches[i / kTies];
+    const int64_t first = sums[i / kTies * kTies], ties = cache.plan->ties;
+    const bool is_last = i % kTies == kTies - 1;
+    if (cache.plan->last >= 0 && sums[i] - first < ties && (ties <= sums[i + 1] - first || is_last))
+      cache.plan->tie = i % kTies;
   }
 };
 

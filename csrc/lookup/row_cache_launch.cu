@@ -3,8 +3,8 @@
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(FindMissing, PlanEvictions, CountAges, AddAges, ChooseAges, FreeFrames, AssignFrames, FinishPlans,
-                    WritePlaces);
+TORCHREC_DYN_LAUNCH(FindMissing, PlanEvictions, CountAges, AddAges, ChooseAges, CountTies, ChooseRows, FreeFrames,
+                    AssignFrames, FinishPlans, WritePlaces);
 TORCHREC_DYN_LAUNCH_TILES(WriteBackRows);
 TORCHREC_DYN_LAUNCH_TILES(LoadRows);
 

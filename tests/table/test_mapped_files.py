@@ -220,7 +220,9 @@ def test_directories_without_files_are_refused(tmp_path: Path) -> None:
         check_directory("T", str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="absolute path of a directory, got 'scratch'"):
         dyn.MappedFiles("scratch")
-    with pytest.raises(ValueError, match=r"storage: expected HostMemory, MappedFiles or None, got '/tmp'"):
+    with pytest.raises(
+        ValueError, match=r"storage: expected HostMemory, MappedFiles or None, got '/tmp'"
+    ):
         dyn.DynamicTableConfig(storage="/tmp")  # type: ignore[arg-type]
     assert dyn.MappedFiles(tmp_path) == dyn.MappedFiles(str(tmp_path))  # type: ignore[arg-type]
 

@@ -30,7 +30,14 @@ from torchrec_dyn import (
 STATS = [
     *("bytes", "counters_dropped", "counters_expired", "erased", "evicted_expired", "evicted_full"),
     *("forwards", "hits", "ids_seen", "inserted", "late_grads", "limit", "load", "nonfinite"),
-    *("probe_length_max", "probe_length_mean", "refused", "rows", "rows_loaded", "rows_written_back"),
+    *(
+        "probe_length_max",
+        "probe_length_mean",
+        "refused",
+        "rows",
+        "rows_loaded",
+        "rows_written_back",
+    ),
     *("slots", "step", "unseen", "waiting", "withheld"),
 ]
 

@@ -27,11 +27,12 @@ class RowCache:
     Attributes:
         limit: most frames.
         frames: F, for which memory is reserved.
-        calls: number of `cache_rows` so far, modulo 2^32.
+        calls: number of batches so far, modulo 2^32.
+        is_used: True once a row may be in a frame.
     """
 
     def __init__(self, limit: int, row_limit: int, device: torch.device) -> None:
-        self.limit, self.frames, self.calls = limit, 0, 0
+        self.limit, self.frames, self.calls, self.is_used = limit, 0, 0, False
         self._row_limit = row_limit
         self._places = torch.empty(0, 1, dtype=torch.int32, device=device)
         self._owners = torch.empty(0, 1, dtype=torch.int64, device=device)
@@ -108,9 +109,8 @@ class CachedTables:
         for new rows, which are not written yet and belong to the batch of the call before. `tables`: the
         result of `ops.prepare_tables`.
         """
-        if loads:
-            for cache in self._caches.values():
-                cache.calls = (cache.calls + 1) & 0xFFFFFFFF
+        for cache in self._caches.values():
+            cache.calls, cache.is_used = (cache.calls + loads) & 0xFFFFFFFF, True
         ops.cache_rows_(rows, table_offsets, self._tensors, self._layout(), loads, tables)
 
     def places(self, rows: Tensor, table_offsets: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class RowStore:
         """Makes a store in host memory use the frames of a cache; rows in frames are read from the store."""
         frames = RowStore(self.columns, self.shift, self.dtype, self.device)
         frames.reserve(cache.frames)
-        if cache.calls:
+        if cache.is_used:
             places, rows = cache.owners()
             frames.write(places, self.read(rows))
         self.frames, self.cache = frames, cache
@@ -199,7 +199,7 @@ class RowStore:
 
     def places(self, rows: Tensor) -> Tensor:
         """Returns where rows [M] int64 are in `all_blocks`, [M] int64."""
-        if self.cache is None or not self.cache.calls:
+        if self.cache is None or not self.cache.is_used:
             return rows
         cached = CachedTables({0: self.cache}, [len(self.blocks) << self.shift])
         return cached.places(rows, host_numbers([0, rows.numel()]))
