@@ -139,7 +139,7 @@ class DynamicTableConfig:
         if not isinstance(self.storage, HostMemory | MappedFiles | None):
             raise ValueError(
                 f"{where}.storage: expected HostMemory, MappedFiles or None, got {self.storage!r}. For rows "
-                "beyond a GPU's memory, give HostMemory(gpu_rows); for rows on a disk, MappedFiles(directory)."
+                "beyond a GPU's memory give HostMemory(gpu_rows), for rows on a disk MappedFiles(path)."
             )
         _check_features(self.features, f"{where}.features")
         check_admission(self.admission, f"{where}.admission")

@@ -102,6 +102,9 @@ ACTIONS = {
 }
 LIVES = {
     "recent": dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed()),
+    "on the host": dyn.DynamicTableConfig(
+        eviction=dyn.LeastRecentlyUsed(), storage=dyn.HostMemory(10)
+    ),
     "expires": dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=1), admission=dyn.AdmitAfter(2)),
 }  # fmt: skip
 
@@ -132,7 +135,7 @@ def test_an_action_between_steps_has_the_result_of_the_cpu(action, pooled):
 @pytest.mark.parametrize(
     "life, action",
     deep_but(
-        [("recent", "edits"), ("expires", "moves")],
+        [("recent", "edits"), ("expires", "moves"), *itertools.product(["on the host"], ACTIONS)],
         itertools.product(LIVES, (None, "edits", "moves")),
     ),
 )

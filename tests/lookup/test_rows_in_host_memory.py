@@ -37,8 +37,9 @@ def made(
     is_pooled = kind != "sequence"
     config = EmbeddingBagConfig if is_pooled else EmbeddingConfig
     more = {"pooling": PoolingType.MEAN} if kind == "mean" else {}
+    more |= {"num_embeddings": limit, "data_type": dtype}
     tables = [
-        config(name=name, embedding_dim=dim, num_embeddings=limit, feature_names=[name], data_type=dtype, **more)
+        config(name=name, embedding_dim=dim, feature_names=[name], **more)
         for name, dim in zip(NAMES, (4, 6 if is_pooled else 4), strict=True)
     ]  # fmt: skip
     if kind == "max":

@@ -22,6 +22,10 @@ def averaged(gradient):
     return dyn.DynamicTableConfig(gradient=gradient)
 
 
+# So few frames that rows leave them in each step.
+HOST = dyn.DynamicTableConfig(storage=dyn.HostMemory(12), eviction=dyn.LeastRecentlyUsed())
+
+
 CASES = {
     "pooled": Case(tables(POOLED)),
     "of mean": Case(tables(POOLED, pooling="MEAN"), batch_sizes=[3, 5]),
@@ -37,13 +41,15 @@ CASES = {
     "by senders": Case(tables(POOLED, config=averaged("mean_over_senders"))),
     "by sums": Case(tables(["row_wise"], config=averaged("sum")), variable=True),
     "in half precision": Case(tables(POOLED), qcomm="FP16"),
+    "in host memory": Case(tables(POOLED, config=HOST), steps=4, weighted=True, longest_bag=8),
+    "of sequences in host memory": Case(tables(SEQUENCE, config=HOST), pooled=False, steps=4),
 }
 
 
 # Each plan, batch and way of sending is in one of these.
 EVERYDAY = (
     "of max", "of max, by senders", "weighted", "of variable batches", "of variable sequences",
-    "of each id once", "by senders", "in half precision",
+    "of each id once", "by senders", "in half precision", "in host memory", "of sequences in host memory",
 )  # fmt: skip
 
 

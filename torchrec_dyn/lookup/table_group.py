@@ -647,7 +647,8 @@ class TableGroup:
         if self.tables[0].optimizer.own is not None:
             self._write_by_rule(Update(forward, grad, weights), lists)
             return
-        rows, marks = forward.rows, ((), None)
+        rows = forward.rows
+        marks: tuple[Sequence[Tensor], Tensor | None] = (), None
         if lists.prepared.has_caches:
             rows = lists.prepared.places(rows, self._bag_layout.offsets_of_tables(forward.begins))
             if lists.has_changes:  # rows are marked by their numbers

@@ -53,7 +53,7 @@ def row_limit(num_embeddings: int, ranks: int) -> int:
 
 
 def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfig:
-    """Returns the options of one of `ranks` ranks that share a table, with its share of what a table may have."""
+    """Returns the options of one of `ranks` ranks that share a table: of counters and frames its share."""
     if isinstance(config.storage, HostMemory):
         config = replace(config, storage=HostMemory(-(-config.storage.gpu_rows // ranks)))
     admission = config.admission

@@ -79,8 +79,8 @@ def host_block(rows: int, columns: int, dtype: torch.dtype, device: torch.device
         return ops.grow_block(nothing, rows, rows, on_host=True)
     except MemoryError:
         raise MemoryError(
-            f"RowStore: expected {rows * columns * dtype.itemsize} more bytes of host memory for {device}, got "
-            "none; no row has changed. Free memory, raise the limit of locked memory, or use smaller tables."
+            f"RowStore: expected {rows * columns * dtype.itemsize} more bytes of host memory for {device}, "
+            "got none; no row has changed. Free memory, let it lock more memory, or use smaller tables."
         ) from None
 
 

@@ -103,7 +103,7 @@ class CachedTables:
         return host_numbers(lines)
 
     def cache_rows(self, rows: Tensor, table_offsets: Tensor, tables: Tensor, loads: bool) -> None:
-        """Gives frames to rows [N] int64 of a batch in table order, -1 is skipped, as far as there are frames.
+        """Gives frames to rows [N] int64 of a batch in table order, -1 is skipped, as far as there are any.
 
         The rows that were not used for the longest time make room, and go back to the host. `loads` is False
         for new rows, which are not written yet and belong to the batch of the call before. `tables`: the

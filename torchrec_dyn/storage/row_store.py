@@ -5,7 +5,7 @@ reserved, not written: Linux commits its pages on first touch, so memory follows
 
 A GPU commits memory at once. There the last block grows in place, in a range of addresses (block_memory.py).
 The blocks of a table in mapped files are memory of files on a disk (block_memory.py). Those of a table in
-host memory are memory of the host that a GPU reads and writes; frames have copies of some rows (row_cache.py).
+host memory are memory of the host that a GPU reads and writes; some rows are in frames (row_cache.py).
 
 Legend: M rows.
 """
@@ -69,8 +69,8 @@ def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "
 class RowStore:
     """A store of rows in blocks [2^shift, columns]; in ranges the last may have fewer rows.
 
-    `files` is the directory of the files from which the blocks are mapped; None: they are in memory. `on_host`:
-    the blocks of a GPU's store are memory of the host.
+    `files` is the directory of the files from which the blocks are mapped; None: they are in memory.
+    `on_host`: the blocks of a GPU's store are memory of the host.
     """
 
     columns: int
@@ -205,7 +205,7 @@ class RowStore:
         return cached.places(rows, host_numbers([0, rows.numel()]))
 
     def blocks_of_first(self, rows: int) -> list[Tensor]:
-        """Returns the blocks of the first `rows` rows, and of frames; in ranges the last is cut after them."""
+        """Returns the blocks of the first `rows` rows, then of frames; in ranges the last is cut."""
         blocks = self.blocks[: -(-rows >> self.shift)]
         if self.grows_in_place and blocks:
             blocks[-1] = blocks[-1][: rows - ((len(blocks) - 1) << self.shift)]

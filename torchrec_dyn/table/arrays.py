@@ -205,21 +205,23 @@ class TableArrays:
             self.changes.forget_sums()
         storage = self.config.storage
         files = storage.directory if isinstance(storage, MappedFiles) else None
-        on_host = isinstance(storage, HostMemory) and device.type != "cpu"
+        gpu_rows = 0
+        if isinstance(storage, HostMemory) and device.type != "cpu":
+            gpu_rows = min(storage.gpu_rows, self.row_limit)
         row_bytes = self.columns * dtype.itemsize
         shift = block_shift(self.row_limit, row_bytes, device.type, most_block_bytes(files))
         life = (self.config, self.name, self.row_limit, shift, device)
-        if on_host:
+        if gpu_rows:
             shift = block_shift(self.row_limit, row_bytes)
         self.id_map = IdMap(self.row_limit, device)
         self.row_numbers = RowNumbers(self.forwards, device)
-        self.weights = RowStore(self.columns, shift, dtype, device, files, on_host)
+        self.weights = RowStore(self.columns, shift, dtype, device, files, gpu_rows > 0)
         self.states = tuple(
-            RowStore(columns, shift, STATE_DTYPE, device, files, on_host)
+            RowStore(columns, shift, STATE_DTYPE, device, files, gpu_rows > 0)
             for columns in self.optimizer.state_columns(self.columns)
         )
-        if on_host:
-            cache = RowCache(min(storage.gpu_rows, self.row_limit), self.row_limit, device)
+        if gpu_rows:
+            cache = RowCache(gpu_rows, self.row_limit, device)
             for store in self.stores:
                 store.join(cache)
         self.life = RowLife(*life) if self.config.has_life else None
