@@ -272,6 +272,9 @@ FULL = dataclasses.replace(
 )
 RUNS = {
     "plain": (PLAIN, 2),
+    "in host memory": (
+        dataclasses.replace(FULL, lives=[{**life, "storage": dyn.HostMemory(20)} for life in FULL.lives]), 2,
+    ),
     "with policies": (FULL, 2),
     "one rank": (dataclasses.replace(FULL, without_ids=1), 1),  # nothing is sent
     "static tables": (dataclasses.replace(PLAIN, beside=True), 2),
@@ -292,10 +295,14 @@ def on_cpu(run: str, ahead: bool) -> Any:
     return workers.run(train_on_cpu, made, ahead, world_size=world)
 
 
-EVERYDAY = {("semi_sync", "with policies"), ("prefetch", "one rank")}
+EVERYDAY = {
+    *(("semi_sync", "with policies"), ("prefetch", "one rank")),
+    *(("prefetch", "in host memory"), ("semi_sync", "in host memory")),
+}
 BY_RUN = {
     "plain": TRAINING,
     "with policies": [*TRAINING, *EXPERIMENTAL],
+    "in host memory": TRAINING,
     "one rank": ["sparse_dist", "fused", "semi_sync", "prefetch"],
     # Not SemiSync: the optimizer changes the position weights between their forward and their backward.
     "processed": ["sparse_dist", "fused", "prefetch"],

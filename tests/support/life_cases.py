@@ -53,6 +53,7 @@ COUNTS = (
 # Counts that depend on the columns of a shard, on the time when a graph is dropped, or on the order of ids
 # in a line.
 NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
+NOT_OF_THE_STREAM |= {"rows_loaded", "rows_written_back"}
 
 
 def living_table(eviction=None, admission=None, limit=1000, **options) -> TableShard:
