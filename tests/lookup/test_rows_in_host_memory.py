@@ -31,6 +31,7 @@ def made(
     optimizer=EmbOptimType.ADAM,
     dtype=DataType.FP32,
     limit=500,
+    fused=(),
     **options,
 ):
     """Returns a collection of tables a (4 columns) and b (6, in memory of the device)."""
@@ -51,7 +52,7 @@ def made(
     }
     collection = dyn.DynamicEmbeddingBagCollection if is_pooled else dyn.DynamicEmbeddingCollection
     more = {"is_weighted": True} if kind == "weighted" else {}
-    fused = {"optimizer": optimizer, "learning_rate": 0.1}
+    fused = {"optimizer": optimizer, "learning_rate": 0.1, **dict(fused)}
     return collection(tables, dynamic=dynamic, device=place, fused_params=fused, **more)
 
 
@@ -213,6 +214,39 @@ def test_a_step_waits_no_longer_than_one_of_rows_in_the_gpus_memory(device):
         if gpu_rows:
             assert min(twins.copied()) > 0
     assert reads[0] == reads[1]
+
+
+@pytest.mark.parametrize("rule", [dyn.Lion(0.9, 0.99, 0.1), dyn.LarsSGD(0.02, 0.9, 0.1)])
+def test_a_rule_in_python_updates_rows_in_either_memory(device, rule):
+    twins, draw = Twins(device, 9, optimizer=rule), torch.Generator().manual_seed(3)
+    for _ in range(12):
+        twins.train(*skewed(draw, 16, 60))
+    twins.compare()
+    assert min(twins.copied()) > 0
+
+
+def test_deferred_updates_find_rows_that_have_left_the_frames(device):
+    twins, draw = Twins(device, 9, fused={"defer_updates": True}), torch.Generator().manual_seed(3)
+    for _ in range(8):
+        for _ in range(3):  # micro-batches
+            twins.train(*skewed(draw, 16, 60))
+        for one in twins.both:
+            one.fused_optimizer.step()
+        twins.compare()
+    assert min(twins.copied()) > 0
+
+
+def test_updates_that_are_not_finite_are_refused_in_either_memory(device):
+    twins = Twins(device, 6, on_nonfinite="skip")
+    twins.train(*range(12))
+    for ids in ((0, 1, 2, 3), (8, 9, 10, 11)):
+        outputs = twins.forward(ids)
+        grad = torch.ones(2, 10)
+        grad[1, :4] = float("inf")  # of the second bag of table a
+        for output in outputs:
+            run_lookups_backward(output, grad=grad)
+    twins.compare()
+    assert [table.stats()["nonfinite"] for table in twins.tables()] == [4, 4]
 
 
 def test_forwards_stay_open_while_their_rows_leave_the_frames(device):

@@ -131,9 +131,9 @@ class StagedState:
                 if self.table.optimizer.is_rowwise(name) and self._cuts != self.table.cuts:
                     numbers = mean_over_cuts(numbers, self._cuts, columns)
                 stores[name].write(own, on_device(numbers, own.device))
-        if shard.weights.cache is not None:
-            for store in stores.values():
-                store.join(shard.weights.cache)
+        for state in named_states(shard):
+            if state.store.cache is not None:
+                stores[state.name].join(state.store.cache)
         step = shard.step if self._saved_step is None else self._saved_step
         result.states = tuple(stores.values())
         result.step = max(shard.step if shard.life else 0, step)

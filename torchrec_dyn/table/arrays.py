@@ -222,7 +222,8 @@ class TableArrays:
         )
         if gpu_rows:
             cache = RowCache(gpu_rows, self.row_limit, device)
-            for store in self.stores:
+            # The ops know no states of a rule in Python: these stay in the host's memory.
+            for store in self.stores if self.optimizer.own is None else (self.weights,):
                 store.join(cache)
         self.life = RowLife(*life) if self.config.has_life else None
         if self.nonfinite is not None:
