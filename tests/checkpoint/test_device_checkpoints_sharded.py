@@ -47,6 +47,10 @@ PLANS = (
     # So few rows that an import of known ids looks for room.
     Setup(2, ("row_wise", "three_columns"), names=SOME, rows=60),
 )
+ON_HOST = (
+    Setup(2, ("column_wise", "row_wise"), names=SOME, gpu_rows=10, optimizer="ADAM"),
+    Setup(2, ("row_wise", "three_columns"), names=SOME, rows=60, gpu_rows=10, optimizer="ADAM"),
+)
 ON_NODES = (
     Setup(4, ("grid_shard", "table_row_wise", "table_column_wise", "grid_shard"), optimizer="ADAM"),
     Setup(3, ("row_wise",), optimizer="ADAM"),
@@ -135,7 +139,7 @@ def ranks_of(setup):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [PLANS, *(pytest.param(*plans, marks=pytest.mark.deep) for plans in (ON_NODES, OTHER_CUTS))],
+    [PLANS, ON_HOST, *(pytest.param(*plans, marks=pytest.mark.deep) for plans in (ON_NODES, OTHER_CUTS))],
 )
 def test_ranks_on_devices_save_and_load_as_ranks_on_cpus(tmp_path, source, target):
     alone = Setup(0, optimizer=source.optimizer, names=source.names)

@@ -9,6 +9,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_device import CUDA, MockDevice, run_lookups_backward
+from replica_cases import side_of, sync
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
@@ -330,6 +331,19 @@ def test_deltas_have_the_rows_that_changed_in_either_memory(device, tmp_path):
     apply_delta(former, tmp_path / "delta")
     twins.both[1] = former
     twins.compare()
+
+
+def test_replicas_merge_rows_of_either_memory(device):
+    twins, others, draw = Twins(device, 12), Twins(device, 9), torch.Generator().manual_seed(2)
+    for _ in range(6):
+        twins.train(*skewed(draw, 16, 60))
+        others.train(*skewed(draw, 16, 60))
+    for pair in zip(twins.tables(), others.tables(), strict=True):
+        sync([side_of(one.shards[0]) for one in pair])
+    for one in (twins, others):
+        one.compare()
+        one.train(*range(20))
+        one.compare()
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ class Setup:
         tables: number of tables, the first of TABLES.
         names: names of the tables, instead of the first ones.
         rows: limit of each table.
+        gpu_rows: of tables in host memory; 0: in the device's.
         feedback: True if gradients depend on the outputs, so that an error of one step grows in the next.
             If ranks add their parts of a pooled output, its last bits depend on the plan.
     """
@@ -94,6 +95,7 @@ class Setup:
     tables: int = len(TABLES)
     names: tuple[str, ...] = ()
     rows: int = 1000
+    gpu_rows: int = 0
     feedback: bool = False
 
     def case(self) -> Case:
@@ -104,6 +106,9 @@ class Setup:
         for turn, (name, dtype, config) in enumerate(chosen[: self.tables]):
             kind = self.kinds[turn % len(self.kinds)]
             plan = plan_of(kind, max(1, self.world), local, turn, self.pooled, self.rows)
+            if self.gpu_rows:
+                storage = dyn.HostMemory(self.gpu_rows)
+                config = replace(config or dyn.DynamicTableConfig(), storage=storage)
             tables.append(Table(name, [f"f_{name}"], plan, DIM, "SUM", dtype, self.rows, config))
         kind: Any = getattr(EmbOptimType, self.optimizer, self.optimizer)  # FBGEMM has no ADAMW
         kind = RULES.get(self.optimizer, kind)
