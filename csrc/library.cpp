@@ -115,9 +115,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and the sum of 1 if ids without a
-  // row read as initial rows, 2 if find_and_pool does not list them, as of a frozen table, and 4 if add_rows_ writes no
-  // initial rows. initial_states: the number in each state of a new row; without them add_rows_ is an error. scores,
-  // score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps none.
+  // row read as initial rows, and 2 if find_and_pool does not list them, as of a frozen table. initial_states: the
+  // number in each state of a new row; without them add_rows_ is an error. scores, score_layout [T, 4]: the scores of
+  // rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial, Tensor? parameters, float[] initial_states, "
@@ -138,10 +138,11 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // `reused` first, its own from reused_offsets [T + 1] on, then those from first_rows [T] on. new_rows [M]: the rows
   // are written there, and to rows [N] of a batch whose absent ids have places new_index [N], as collect_new and
   // find_and_pool list them; places [M], ascending: those of the new ids, 0, 1, ... if left out.
+  // initial_places [M]: where initial rows and states are written, in the rows if left out.
   m.def(
       "add_rows_(Tensor(a!) new_rows, Tensor new_ids, int[] new_offsets, int[] first_rows, Tensor reused, "
       "int[] reused_offsets, int[] steps, Tensor? counts, Tensor(b!)? rows, Tensor? new_index, Tensor? places, "
-      "Tensor tables) -> ()");
+      "Tensor? initial_places, Tensor tables) -> ()");
   // Removes distinct ids [M], those of each table from offsets [T + 1] on, which have rows [M], and their scores.
   m.def("remove_rows_(Tensor ids, Tensor rows, int[] offsets, Tensor tables) -> ()");
   // The commit of a training step, in this order: counters of waiting ids are seen, dropped and begun; rows are seen,
@@ -151,11 +152,13 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "commit_step_(Tensor removed_ids, Tensor removed_rows, int[] removed_offsets, Tensor seen_rows, "
       "Tensor table_offsets, Tensor steps, Tensor? times, Tensor(a!) new_rows, Tensor new_ids, int[] new_offsets, "
       "int[] first_rows, Tensor reused, int[] reused_offsets, int[] new_steps, Tensor? counts, Tensor(b!)? rows, "
-      "Tensor? new_index, Tensor? places, Tensor tables, Tensor dropped_ids, Tensor dropped_rows, "
+      "Tensor? new_index, Tensor? places, Tensor? initial_places, Tensor tables, Tensor dropped_ids, Tensor "
+      "dropped_rows, "
       "int[] dropped_offsets, Tensor waiting_rows, Tensor waiting_offsets, Tensor waiting_steps, "
       "Tensor? waiting_times, Tensor(c!) begun_rows, Tensor begun_ids, int[] begun_offsets, int[] begun_first_rows, "
       "Tensor begun_reused, int[] begun_reused_offsets, int[] begun_steps, Tensor? begun_counts, "
-      "Tensor(d!)? begun_fills, Tensor? begun_index, Tensor? begun_places, Tensor counters) -> ()");
+      "Tensor(d!)? begun_fills, Tensor? begun_index, Tensor? begun_places, Tensor? begun_initial_places, Tensor "
+      "counters) -> ()");
   // Decides which of new ids [M] get rows. occurrences [M]: in this step; asks [M] bool: false for ids that no feature
   // that inserts has, and under a policy of the user for those that it refuses; counted [M]: the occurrences that
   // count. rules [T, 4]: kind, number, number of squares, 1 if the table has counters; squares [T, 33]

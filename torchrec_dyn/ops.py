@@ -335,7 +335,8 @@ def write_scores_(
 def add_rows_(
     new_rows: Tensor, new_ids: Tensor, new_offsets: Sequence[int], first_rows: Sequence[int],
     reused: Tensor, reused_offsets: Sequence[int], steps: Sequence[int], counts: Tensor | None,
-    rows: Tensor | None, new_index: Tensor | None, places: Tensor | None, tables: Tensor,
+    rows: Tensor | None, new_index: Tensor | None, places: Tensor | None,
+    initial_places: Tensor | None, tables: Tensor,
 ) -> None:  # fmt: skip
     """Gives rows to new ids of prepared tables, in place: their numbers, contents, scores and slots."""
 
@@ -351,13 +352,15 @@ def commit_step_(
     table_offsets: Tensor, steps: Tensor, times: Tensor | None, new_rows: Tensor, new_ids: Tensor,
     new_offsets: Sequence[int], first_rows: Sequence[int], reused: Tensor,
     reused_offsets: Sequence[int], new_steps: Sequence[int], counts: Tensor | None,
-    rows: Tensor | None, new_index: Tensor | None, places: Tensor | None, tables: Tensor,
+    rows: Tensor | None, new_index: Tensor | None, places: Tensor | None,
+    initial_places: Tensor | None, tables: Tensor,
     dropped_ids: Tensor, dropped_rows: Tensor, dropped_offsets: Sequence[int], waiting_rows: Tensor,
     waiting_offsets: Tensor, waiting_steps: Tensor, waiting_times: Tensor | None,
     begun_rows: Tensor, begun_ids: Tensor, begun_offsets: Sequence[int],
     begun_first_rows: Sequence[int], begun_reused: Tensor, begun_reused_offsets: Sequence[int],
     begun_steps: Sequence[int], begun_counts: Tensor | None, begun_fills: Tensor | None,
-    begun_index: Tensor | None, begun_places: Tensor | None, counters: Tensor,
+    begun_index: Tensor | None, begun_places: Tensor | None, begun_initial_places: Tensor | None,
+    counters: Tensor,
 ) -> None:  # fmt: skip
     """Commits a training step of prepared tables, in place: scores, removed rows, new rows, counters."""
 

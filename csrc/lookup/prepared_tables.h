@@ -40,7 +40,6 @@ struct PreparedTables {
   std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
   std::vector<InitialTable> initial;      // [T], or none
   std::vector<int64_t> frozen;            // [T], 1 for a table that gets no rows for absent ids; empty: none is one
-  std::vector<int64_t> unwritten;         // [T], 1 for a table whose initial rows others write
   std::vector<float> initial_states;      // the number in each state of the optimizer
   std::vector<uint64_t*> score_blocks;    // of all tables
   std::vector<ScoreBlocks> scores;        // [T], or none; capacity 0: the table keeps no scores
@@ -135,8 +134,8 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
   }
 }
 
-// initial [T, 4]: kind, key, first column, and the sum of 1 if ids without a row read as initial rows, 2 if they get no
-// rows, and 4 if add_rows_ writes no initial rows; parameters [T, 6]. states: the number in each state of the
+// initial [T, 4]: kind, key, first column, and the sum of 1 if ids without a row read as initial rows, and 2 if they
+// get no rows; parameters [T, 6]. states: the number in each state of the
 // optimizer.
 inline void read_initial(const char* op, PreparedTables& tables, const Tensor& initial, const Tensor& parameters,
                          const std::vector<double>& states) {
@@ -153,7 +152,6 @@ inline void read_initial(const char* op, PreparedTables& tables, const Tensor& i
     tables.initial.push_back(
         {initial_rows_of(op, word[2], word[0], own), static_cast<uint64_t>(word[1]), word[2], (word[3] & 1) != 0});
     tables.frozen.push_back(word[3] >> 1 & 1);
-    tables.unwritten.push_back(word[3] >> 2 & 1);
   }
   for (const double number : states) tables.initial_states.push_back(static_cast<float>(number));
 }

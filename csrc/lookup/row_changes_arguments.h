@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -57,9 +58,12 @@ struct AddedRows {
   std::optional<Tensor> rows = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> new_index = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> places = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> initial_places = arguments.read<std::optional<Tensor>>();
 
   const Tensor& like() const { return new_ids; }
   const int64_t* first_counts() const { return const_data<int64_t>(counts); }
+  // Where the initial rows of the new ids are written.
+  const int64_t* initial_rows() const { return const_data<int64_t>(initial_places ? *initial_places : new_rows); }
   int64_t count(size_t t) const { return offsets[t + 1] - offsets[t]; }
   int64_t count_again(size_t t) const { return reused_offsets[t + 1] - reused_offsets[t]; }
 
@@ -81,7 +85,8 @@ struct AddedRows {
     for (const std::vector<int64_t>* numbers : {&first_rows, &steps})
       check_size(op, "the number of first_rows and steps", size, static_cast<int64_t>(numbers->size()));
     check_numbers(op, "counts", counts, ScalarType::Long, new_ids.numel(), tables.device);
-    check_numbers(op, "places", places, ScalarType::Long, new_ids.numel(), tables.device);
+    for (const auto& [name, numbers] : {std::pair{"places", places}, std::pair{"initial_places", initial_places}})
+      check_numbers(op, name, numbers, ScalarType::Long, new_ids.numel(), tables.device);
     TORCHREC_DYN_CHECK(rows.has_value() == new_index.has_value(), op,
                        ": expected both rows and new_index, or neither, got one of them.");
     if (rows) {
@@ -98,7 +103,7 @@ struct AddedRows {
                          steps[t], ".");
     }
     if (rows) memory.writes(*rows);
-    memory.writes(new_rows).reads(new_ids, reused, counts, new_index, places);
+    memory.writes(new_rows).reads(new_ids, reused, counts, new_index, places, initial_places);
   }
 };
 

@@ -62,9 +62,11 @@ Write prepare(const AddedRows& added, const PreparedTables& tables) {
   int64_t* const row = mutable_data<int64_t>(added.new_rows);
   const auto change = std::make_shared<MapChange>(tables.maps, id, added.offsets.data());
   check_new_rows(added.op, tables, const_data<int64_t>(added.reused), added.reused_offsets.data());
+  if (added.initial_places)
+    check_new_rows(added.op, tables, const_data<int64_t>(*added.initial_places), added.offsets.data());
   return [=, &added, &tables] {
     number_rows(added, row);
-    if (has_rows(tables)) init_rows(added, tables, id, row);
+    if (has_rows(tables)) init_rows(added, tables, id, added.initial_rows());
     for (size_t t = 0; t < tables.count(); ++t)
       if (has_scores(tables, t))
         write_scores(tables.scores[t], row, added.offsets[t], added.offsets[t + 1],

@@ -45,7 +45,7 @@ void init_rows(DeviceCall& call, std::vector<Write>& writes, const AddedRows& gi
     sent.send();
     for (size_t t = 0; t < tables.count(); ++t) {
       const int64_t begin = given.offsets[t], n = given.count(t), first_block = tables.layout[t].first_block;
-      if (n == 0 || tables.unwritten[t] != 0) continue;
+      if (n == 0) continue;
       const int64_t *ids = all_ids + begin, *rows = all_rows + begin;
       write_rows(call, writes, given.op, tables.initial[t], ids, rows, n, tables.rows<T>(t),
                  device_weights + first_block, tables.layout[t].blocks);
@@ -90,7 +90,7 @@ Write prepare(DeviceCall& call, const AddedRows& given, const PreparedTables& ta
     simt::launch(call.stream(), n, number);
     simt::launch(call.stream(), n, CheckRows{rows, n, first_bad});
   });
-  if (has_rows(tables)) init_rows(call, writes, given, tables, ids, rows);
+  if (has_rows(tables)) init_rows(call, writes, given, tables, ids, given.initial_rows());
   if (has_any_scores(tables)) {
     const ScoredBatch batch{rows, send_scores(call, tables, given.offsets.data(), given.steps.data()),
                             call.errors(raise_new_row_error)};

@@ -139,7 +139,11 @@ def ranks_of(setup):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [PLANS, ON_HOST, *(pytest.param(*plans, marks=pytest.mark.deep) for plans in (ON_NODES, OTHER_CUTS))],
+    [
+        PLANS,
+        ON_HOST,
+        *(pytest.param(*plans, marks=pytest.mark.deep) for plans in (ON_NODES, OTHER_CUTS)),
+    ],
 )
 def test_ranks_on_devices_save_and_load_as_ranks_on_cpus(tmp_path, source, target):
     alone = Setup(0, optimizer=source.optimizer, names=source.names)

@@ -343,7 +343,7 @@ def draw_waiting(rng: random.Random, counters: list[ScoredTable]) -> Arguments:
         "begun_rows": whole(*[-7] * len(begun)), "begun_ids": whole(*begun), "begun_offsets": begun_ends,
         "begun_first_rows": firsts, "begun_reused": whole(), "begun_reused_offsets": [0] * len(ends),
         "begun_steps": [7 for _ in counters], "begun_counts": whole(*[2 for _ in begun]),
-        "begun_fills": None, "begun_index": None, "begun_places": None,
+        "begun_fills": None, "begun_index": None, "begun_places": None, "begun_initial_places": None,
     }  # fmt: skip
 
 

@@ -193,7 +193,7 @@ def add_sample(tables, **changed):
         "new_rows": whole(0, 0, 0), "new_ids": whole(50, 51, 52), "new_offsets": [0, 2, 3],
         "first_rows": [6, 0], "reused": whole(1), "reused_offsets": [0, 1, 1],
         "steps": [9, 2**32 - 2], "counts": None, "rows": whole(-1, 4, -1, -1, -1),
-        "new_index": whole(2, -1, 0, 1, 2), "places": None,
+        "new_index": whole(2, -1, 0, 1, 2), "places": None, "initial_places": None,
     }  # fmt: skip
     return prepared({**tables, **roomy_maps(), **own, **changed})
 
@@ -213,7 +213,8 @@ def step_sample():
         "begun_rows": whole(0, 0, 0), "begun_ids": whole(70, 71, 72), "begun_offsets": [0, 2, 3],
         "begun_first_rows": [6, 0], "begun_reused": whole(0, 0), "begun_reused_offsets": [0, 1, 2],
         "begun_steps": [9, 9], "begun_counts": whole(1, 2, 3), "begun_fills": None,
-        "begun_index": None, "begun_places": None, "counters": counters["tables"],
+        "begun_index": None, "begun_places": None, "begun_initial_places": None,
+        "counters": counters["tables"],
     }  # fmt: skip
     return {**added, **own}
 

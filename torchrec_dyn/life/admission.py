@@ -284,7 +284,7 @@ class CounterTables:
         """
         if not self.counters:
             no, none = admitted.ids[:0], _NO_COUNTERS
-            of_added: tuple[Any, ...] = no, no, [], [], no, [], [], None, None, None, None
+            of_added: tuple[Any, ...] = no, no, [], [], no, [], [], None, None, None, None, None
             return (no, no, [], no, none, none, None, *of_added, none), lambda: None
         ids, counts = admitted.begun
         gone = joined_rows([admitted.chosen(DROPPED), *([] if drops is None else [drops])], ids)
@@ -292,7 +292,7 @@ class CounterTables:
         change = RowChange(self.counters, self._count, self.get(), gone, added)
         rows, times = admitted.seen
         seen = rows, offsets_of(admitted.sizes(SEEN), self._count), at, times
-        return (*change.removes, *seen, *change.adds, self.get()), change.note
+        return (*change.removes, *seen, *change.adds, None, self.get()), change.note
 
     def lowest(self, searches: Sequence[Search], admitted: Admitted) -> tuple[Chosen, Admitted]:
         """Returns the counters to drop, and the admission without those that would begin and be dropped.

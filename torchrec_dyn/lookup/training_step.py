@@ -103,6 +103,7 @@ def take_step(
     with change(*trained.tables.values()) as written:
         counted = trained.counted_after(batch.table_starts, found.absent)
         additions = prepare_unseen(trained.tables, trained.prepared, found.rows, found.new)
+        additions.place(are_of_batch=True)
         written.commit()
         additions.commit()
         trained.shared.counted = counted
@@ -369,11 +370,19 @@ class _LifeStep:
         sizes = admitted.sizes(ADMITTED)
         added = fresh(self._tables, admitted.ids, sizes, admitted.counts, fills)
         rows = TableChange(self._tables, prepared, evicted, added, "evicted_full")
+        rows.place(are_of_batch=True)
         if not living.numbers:
             return rows.rows.write, rows.note
         steps = {t: self._tables[t].next_step for t in living.counting}
         waiting, note_waiting = living.counters.step(admitted, drops, steps, seen[2])
-        arguments = *rows.rows.removes, *seen, *rows.rows.adds, handle, *waiting
+        arguments = (
+            *rows.rows.removes,
+            *seen,
+            *rows.rows.adds,
+            rows.rows.initial_places,
+            handle,
+            *waiting,
+        )
 
         def note() -> None:
             rows.note()

@@ -80,7 +80,9 @@ class RowChange:
         new_rows: [M] int64, the rows of the new ids after the commit.
         sizes: number of the new ids of each table that gets some.
         lost: rows of the removed ids, by table.
-        removes, adds: arguments of `ops.remove_rows_` and `ops.add_rows_`, without the tables.
+        removes, adds: arguments of `ops.remove_rows_` and `ops.add_rows_`, without the tables; of adds also
+            without `initial_places`.
+        initial_places: [M] int64, where initial rows are written, if not to the rows.
     """
 
     def __init__(
@@ -110,6 +112,16 @@ class RowChange:
             _ends(reused, count), [added.last_seen.get(t, 0) for t in range(count)], added.counts,
             *(added.fills or (None, None, None)),
         )  # fmt: skip
+        self.initial_places: Tensor | None = None
+
+    def numbers(self) -> Tensor:
+        """Returns the rows that the new ids will get, [M] int64, before the commit writes `new_rows`."""
+        parts: list[Tensor] = []
+        for t, size in self.sizes.items():
+            taken, device = self._taken[t], self.new_rows.device
+            fresh = size - taken.num_reused
+            parts += [*taken.reused, torch.arange(taken.first, taken.first + fresh, device=device)]
+        return joined(parts, self.new_rows)
 
     def _reused_rows(self) -> Tensor:
         """Returns the rows to reuse, table after table."""
@@ -129,7 +141,7 @@ class RowChange:
         if self.lost:
             ops.remove_rows_(*self.removes, self._handle)
         if self.sizes:
-            ops.add_rows_(*self.adds, self._handle)
+            ops.add_rows_(*self.adds, self.initial_places, self._handle)
 
     def note(self) -> None:
         """Notes what ops have written, in the commit."""

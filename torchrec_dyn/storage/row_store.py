@@ -149,20 +149,20 @@ class RowStore:
 
     @lasting
     def _several_blocks(self) -> list[Tensor]:
-        """Returns new blocks, reserved together: as many as the store has, up to _BLOCK_BYTES in all.
+        """Returns new blocks, reserved together: as many as the store has, up to `most_block_bytes` in all.
 
         The blocks of a state with one number per row are smaller than a huge page; side by side they
         share huge pages. A CPU's blocks of a page or more are mapped: malloc would take them from its heap
         once one was freed, and there memory is committed already, and stays (docs/dev/decisions/0002).
         """
         block_rows, count = 1 << self.shift, 1
-        if self.is_cpu:  # elsewhere memory is committed at once
+        if self.is_cpu or self.on_host:  # elsewhere memory is committed at once
             most = most_block_bytes(self.files) // (block_rows * self.row_bytes)
             count = max(1, min(len(self.blocks), most))
         rows = count * block_rows
         if self.on_host:
-            return [host_block(block_rows, self.columns, self.dtype, self.device)]
-        if self.files is not None:
+            together = host_block(rows, self.columns, self.dtype, self.device)
+        elif self.files is not None:
             together = mapped_block(self.files, rows, self.columns, self.dtype)
         elif self.is_cpu and rows * self.row_bytes >= HUGE_PAGE_BYTES:
             together = self._zeros(rows)

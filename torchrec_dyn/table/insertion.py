@@ -73,6 +73,7 @@ def insert_unseen(
     """Inserts the absent ids of a lookup, as `prepare_unseen`."""
     with change(*tables.values()) as insertion:
         additions = prepare_unseen(tables, prepared, rows, new)
+        additions.place(are_of_batch=True)
         insertion.commit()
         additions.commit()
 
@@ -137,7 +138,7 @@ class TableChange:
         Without counts of the new ids, outside of training, the counters of waiting ids are dropped, too.
         """
         self.rows = RowChange(tables, len(prepared.tables), prepared.get(), removed, added)
-        self._cause, self._prepared = cause, prepared
+        self._cause = cause
         self._tables = {t: tables[t] for t in sorted({*self.rows.lost, *self.rows.sizes})}
         logs = {t: log for t in self.rows.lost if (log := tables[t].change_log) is not None}
         own = parts_of(self.rows.removed.ids, self.rows.removed.sizes) if logs else {}
@@ -145,17 +146,16 @@ class TableChange:
         for t, log in logs.items():
             log.touch(own[t], self.rows.lost[t])
             self._logged[t] = log, log.with_removed(own[t], self.rows.lost[t])
+        self._prepared, self._is_placed = prepared, not (self.rows.sizes and prepared.has_caches)
         self._prepare_added(added)
 
     def _prepare_added(self, added: Added | None) -> None:
         self._drops: list[RowChange] = []
-        self._are_cached = False
         # New ids and rows, by table, of those tables to which they matter beyond the op.
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         if added is None:
             return
         drops = added.counts is None
-        self._are_cached = added.fills is not None and self._prepared.has_caches
         special = [t for t in self.rows.sizes if _is_special(self._tables[t], drops)]
         if not special:
             return
@@ -168,8 +168,23 @@ class TableChange:
             if waiting is not None:
                 self._drops.append(waiting.removal(ids_of[t]))
 
+    def place(self, are_of_batch: bool) -> None:
+        """Finds where the initial rows are written, for a commit before any other call on the tables.
+
+        Rows of a batch get frames of caches.
+        """
+        if self._is_placed:
+            return
+        rows = self.rows.numbers()
+        offsets = offsets_of(self.rows.sizes, len(self._prepared.tables))
+        if are_of_batch:
+            self._prepared.cache_rows(rows, offsets, loads=False)
+        self.rows.initial_places = self._prepared.places(rows, offsets)
+        self._is_placed = True
+
     def commit(self) -> None:
         """Removes the ids and frees their rows; writes the new rows and gives them to their ids."""
+        self.place(are_of_batch=False)
         self.rows.write()
         self.note()
 
@@ -180,13 +195,8 @@ class TableChange:
             drop.commit()
         for log, removed in self._logged.values():
             log.removed = removed
-        if self._are_cached:
-            offsets = offsets_of(self.rows.sizes, len(self._prepared.tables))
-            self._prepared.cache_rows(self.rows.new_rows, offsets, loads=False)
         for t, (ids, rows) in self._parts.items():
             table = self._tables[t]
-            if table.weights.cache is not None:  # where the op does not know the places
-                table.initial_rows.write(ids, rows, table.weights, table.states)
             if table.optimizer.own is not None:  # whose states the op does not know
                 for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
                     store.fill(rows, number)
@@ -218,9 +228,8 @@ class TableChange:
 
 
 def _is_special(table: TableArrays, drops_counters: bool) -> bool:
-    """Returns True if the op of a change does not do all that the new rows of a table need."""
-    has_places = table.weights.cache is not None
-    if has_places or table.optimizer.own is not None or table.change_log is not None:
+    """Returns True if new rows of a table have states of a rule in Python, are logged, or ids may wait."""
+    if table.optimizer.own is not None or table.change_log is not None:
         return True
     return drops_counters and table.waiting is not None
 

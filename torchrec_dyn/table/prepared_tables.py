@@ -50,9 +50,7 @@ class PreparedTables:
         self._scores: TableBlocks
         initial = [table.initial_rows.numbers() for table in tables]
         flags = [
-            (table.config.unseen == "initial")
-            + 2 * (t in self._frozen)
-            + 4 * (table.weights.cache is not None)
+            (table.config.unseen == "initial") + 2 * (t in self._frozen)
             for t, table in enumerate(tables)
         ]
         self._initial = host_numbers(
