@@ -221,6 +221,47 @@ def checked_constraints(
     return dict(given)
 
 
+class ExpectedRows:
+    """The rows and the waiting ids that tables are expected to have, over all ranks."""
+
+    def __init__(
+        self, constraints: Mapping[str, ParameterConstraints], rows: Mapping[str, int]
+    ) -> None:
+        self._constraints, self._rows = constraints, rows
+
+    def rows(self, name: str, limit: int) -> int:
+        """Returns the expected rows of a table; ValueError if the user expects more than its limit."""
+        measured = self._constraints.get(name)
+        rows = measured.expected_rows if isinstance(measured, MeasuredConstraints) else None
+        # Measured rows times growth may exceed the limit; the rows of the table cannot.
+        expected = self._rows.get(name, limit if rows is None else min(rows, limit))
+        if expected > limit:
+            raise ValueError(
+                f"DynamicStorageEstimator.expected_rows['{name}']: expected at most "
+                f"num_embeddings={limit}, got {expected}. Raise num_embeddings."
+            )
+        return expected
+
+    def waiting(self, name: str) -> int | None:
+        """Returns the expected waiting ids of a table; None: unknown."""
+        measured = self._constraints.get(name)
+        return measured.expected_counters if isinstance(measured, MeasuredConstraints) else None
+
+
+def checked_rows(expected_rows: object) -> dict[str, int]:
+    """Returns the rows by table name that a user expects."""
+    where = "DynamicStorageEstimator.expected_rows"
+    if expected_rows is not None and not isinstance(expected_rows, Mapping):
+        raise ValueError(
+            f"{where}: expected a dict of numbers by table name, got {expected_rows!r}. Write {{name: rows}}."
+        )
+    remedy = "Leave the table out to price it full."
+    return {
+        name: checked_count(rows, f"{where}['{name}']", 1, remedy)
+        for name, rows in (expected_rows or {}).items()
+    }
+
+
 def check_tables(
     model: nn.Module,
     sharders: Iterable[ModuleSharder[nn.Module]],
