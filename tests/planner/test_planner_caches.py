@@ -14,7 +14,7 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from planned_cases import POOLED, topology
-from sharded_cases import Case, Table, shard_by_hand
+from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_training import Holder, collection_of, shard, sharder_of
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -31,13 +31,14 @@ from torchrec_dyn import knobs
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import (
     DynamicStorageEstimator,
+    constraints_from,
     make_planner,
+    read_model_stats,
     table_bytes,
     table_size,
     without_data_parallel,
 )
 from torchrec_dyn.ranks import row_limit
-from torchrec_dyn.storage import most_store_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 ROWS, DIM = 1_000_000, 64
@@ -67,18 +68,16 @@ def test_the_parts_of_a_table_in_host_memory():
     assert (whole.host, whole.cache) == (0, 0)
     place = cached.cache - size(ROWS // 2, 100_000, **options).cache  # 4 bytes for each other row
     assert 4 * ROWS // 2 <= place <= 5 * ROWS // 2 + 2 * MIB
-    lines = 100_000 * (3 * rows + 16)
-    assert lines + 4 * ROWS < cached.cache <= 9 / 8 * (lines + 4 * ROWS) + 8 * 2 * MIB
+    frames = 100_000 * (3 * rows + 16)
+    assert frames + 4 * ROWS < cached.cache <= 9 / 8 * (frames + 4 * ROWS) + 8 * 2 * MIB
     assert cached.total == cached.on_device + cached.host
     assert cached.on_device == whole.on_device - 3 * whole.weights + cached.cache
     assert table_bytes(ROWS, DIM, torch.float32, ADAM, "cuda", gpu_rows=5) == size(gpu_rows=5).total
 
 
-def test_a_cache_has_no_more_lines_than_rows():
+def test_a_cache_has_no_more_frames_than_rows():
     assert size(gpu_rows=ROWS) == size(gpu_rows=10 * ROWS)
-    # Its blocks have the size that its lines need.
-    few, more = (size(100, gpu, limit=10 * ROWS).cache for gpu in (100, 10 * ROWS))
-    assert few <= more
+    assert size(100, 100, limit=ROWS).cache <= size(100, ROWS, limit=ROWS).cache < 8 * 2 * MIB
 
 
 def test_on_the_cpu_a_cache_has_no_effect():
@@ -252,6 +251,10 @@ def test_plans_that_fit_the_gpus_are_as_without_host_memory(tables):
     free, planner = plan_of(model, room)
     assert free == plan_of(model, room, fused)[0]
     assert {one.compute_kernel for one in free.values()} == {"fused"}
+    cache = {
+        name: ParameterConstraints(cache_params=CacheParams(load_factor=0.1)) for name in names
+    }
+    assert free == plan_of(model, room, cache)[0]  # it would have no effect
     assert all(one.cache_params is None for one in free.values())
     assert held_by_ranks(planner, "ddr") == [0, 0]
 
@@ -482,6 +485,83 @@ def test_estimators_of_torchrec_take_the_options_too():
     assert hbm[UNCACHED] < hbm[CACHED] < hbm["fused"]
 
 
-def test_a_range_of_the_cache_is_priced_like_a_store():
-    lines = size(gpu_rows=1).cache
-    assert lines - most_store_bytes(ROWS, 4, 20, "cuda") < 8 * 2 * MIB
+def measured(rows_loaded, gpu_rows=200_000, rows=400_000, ids=1024, **changes):
+    """The stats of a table in host memory after ten forwards of four ranks."""
+    counts = {"rows": rows, "waiting": 0, "ids_seen": 10 * ids, "forwards": 10, "features": 1}
+    counts |= {"ranks": 4, "gpu_rows": gpu_rows, "rows_loaded": rows_loaded}
+    return {"user": counts | changes}
+
+
+def test_rows_that_were_loaded_are_hit_rates():
+    """Half of the rows have frames; ids of a tenth of a step were not in one: the curve goes through that."""
+    stats = measured(rows_loaded=10 * 102)
+    (given,) = constraints_from(stats, 256, growth=1.0).values()
+    curve = given.cache_params.stats
+    assert curve.expected_lookups == 1023 and given.cache_params.load_factor is None
+    for part, missing in ((1.0, 0.0), (0.5, 0.1), (0.25, 1 - 0.9**2)):
+        assert curve.expected_miss_rate(part) == pytest.approx(missing, abs=0.002)
+    assert curve.cacheability == pytest.approx(
+        sum(curve.expected_miss_rate(part / 100) for part in range(100)) / 100, abs=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rows_loaded": 0}, {"gpu_rows": 0}, {"gpu_rows": 400_000}, {"gpu_rows": 900_000}],
+    ids=str,
+)
+def test_without_loaded_rows_hit_rates_are_assumed(changes):
+    stats = measured(**({"rows_loaded": 500} | changes))
+    assert constraints_from(stats, 256)["user"].cache_params is None
+    for name in ("gpu_rows", "rows_loaded"):
+        del stats["user"][name]
+    assert constraints_from(stats, 256)["user"].cache_params is None
+
+
+def test_more_misses_than_of_equally_likely_rows_are_at_most_those():
+    """A stream that moves on, say."""
+    (given,) = constraints_from(measured(rows_loaded=10**6), 256, growth=1.0).values()
+    assert given.cache_params.stats.expected_miss_rate(0.5) == pytest.approx(0.5, abs=0.01)
+
+
+def test_statistics_and_sizes_of_the_user_are_kept():
+    stats = EmbeddingOffloadStats(0.1, 1000, torch.ones(10), ROWS)
+    for cache in (CacheParams(load_factor=0.5), CacheParams(stats=stats)):
+        mine = {"user": ParameterConstraints(cache_params=cache)}
+        given = constraints_from(measured(500), 256, constraints=mine)["user"].cache_params
+        assert given.load_factor == cache.load_factor
+        assert (given.stats is stats) == (cache.stats is stats) and given.stats is not None
+
+
+def test_measured_tables_get_what_their_misses_need():
+    """Both are read as often; of one few rows were loaded."""
+    stats = measured(10, rows=ROWS, gpu_rows=ROWS // 2) | {
+        "even": measured(3000, rows=ROWS, gpu_rows=ROWS // 2)["user"]
+    }
+    constraints = constraints_from(stats, 256, growth=1.0)
+    for given in constraints.values():
+        given.sharding_types = ["row_wise"]
+    made, _ = plan_of(collection(names=["user", "even"]), 0.5 * FULL, constraints)
+    few, many = (
+        1.0 if one.compute_kernel == "fused" else one.cache_params.load_factor
+        for one in (made["user"], made["even"])
+    )
+    assert many > 5 * few
+    assert all(one.cache_params is None or one.cache_params.stats for one in made.values())
+
+
+def gpu_rows_of_models():
+    config = {"in_host": dyn.DynamicTableConfig(storage=dyn.HostMemory(77))}
+    tables = [
+        Table(name, [name], usual_plan("row_wise", 8, 2, 2), config=config.get(name))
+        for name in ("in_host", "planned", "plain")
+    ]
+    tables[1].plan.compute_kernel = CACHED
+    case = Case(tables)
+    model = shard(case, collection_of(case))
+    return {name: one.get("gpu_rows") for name, one in read_model_stats(model).items()}
+
+
+def test_stats_of_a_model_have_the_rows_of_its_caches():
+    expected = {"in_host": 77, "planned": 200, "plain": None}
+    assert workers.run(gpu_rows_of_models, world_size=2) == [expected] * 2

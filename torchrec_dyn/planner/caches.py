@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
-from torchrec.distributed.planner.shard_estimators import EmbeddingOffloadStats
 from torchrec.distributed.planner.types import (
     Enumerator,
     Proposer,
@@ -29,10 +27,10 @@ from torchrec.distributed.types import CacheParams, ModuleSharder
 
 from torchrec_dyn.config import HostMemory
 from torchrec_dyn.modules import UnshardedCollection, chosen_fused_params, merged_fused_params
+from torchrec_dyn.planner.hit_rates import hit_rates
 from torchrec_dyn.planner.measured import ExpectedRows, without_processors
 from torchrec_dyn.ranks import CACHED_ON_DEVICE, IN_DEVICE_MEMORY, planned_storage
 
-_BINS = 100  # of assumed hit rates: each is a hundredth of the rows
 _LEAST_ROWS = (
     1024  # a smaller table saves nothing, and the scale-up divides by what its cache takes
 )
@@ -107,17 +105,12 @@ class HitRates:
         self.expected = expected
 
     def of(self, option: ShardingOption) -> Any:
-        """Returns the CacheStatistics of a table.
-
-        Without measured ones all rows are assumed to be equally likely. Then the hit rate of LRU is the part
-        of the rows in the cache, as in TorchRec's estimate without statistics.
-        """
+        """Returns the CacheStatistics of a table."""
         given = option.cache_params
         if given is not None and given.stats is not None:
             return given.stats
         rows = self.expected.rows(option.name, option.tensor.shape[0])
-        distinct = math.ceil(-rows * math.expm1(-self._ids(option) / rows))
-        return EmbeddingOffloadStats(0.5, distinct, torch.ones(_BINS), rows)
+        return hit_rates(rows, self._ids(option))
 
     def as_cached(self, option: ShardingOption, gpu_rows: int) -> ShardingOption:
         """Returns an option, with the same shards, for which TorchRec's time is that of our cache."""
@@ -228,10 +221,10 @@ def settled(plan: list[ShardingOption]) -> list[ShardingOption]:
     """Writes the load factors that a planner chose as those of a plan; a callback of TorchRec's planner."""
     for option in plan:
         cache = option.cache_params
-        if isinstance(cache, ChosenCache):
-            is_cached = option.compute_kernel == CACHED_ON_DEVICE
-            limit = option.tensor.shape[0]
-            option.cache_params = cache.as_planned(limit) if is_cached else None
+        if _is_dynamic(option) and option.compute_kernel == IN_DEVICE_MEMORY:
+            option.cache_params = None  # it would have no effect
+        elif isinstance(cache, ChosenCache):
+            option.cache_params = cache.as_planned(option.tensor.shape[0])
     return plan
 
 
@@ -279,9 +272,8 @@ class CacheProposer(Proposer):
         storage_constraint: Topology | None = None,
     ) -> None:
         """Tells the proposer of the last proposal how it was rated."""
-        if partitionable and plan and perf_rating is not None and perf_rating < self._best_rating:
-            self._best_rating = perf_rating
-            self._best = None if self._is_scaling else copy.deepcopy(plan)
+        if plan and perf_rating is not None and perf_rating < self._best_rating:
+            self._best, self._best_rating = copy.deepcopy(plan), perf_rating
         self._waiting[0].feedback(partitionable, plan, perf_rating, storage_constraint)
 
     def _scale_up(self) -> None:

@@ -51,8 +51,12 @@ from torchrec_dyn.storage import (
 )
 from torchrec_dyn.table import ROW_DTYPES
 
-_PLACE_BYTES = 4  # of a row of HostMemory: the line of the cache that has it
-_LINE_BYTES = 16  # of a line: its row, and when it was used
+_PLACE_BYTES = 4  # of a row of HostMemory: the frame that it is in (storage/row_cache.py)
+_FRAME_BYTES = (
+    8,
+    4,
+    4,
+)  # of a frame: its row, when it was used, and its place in the list of free ones
 # Not in every version of TorchRec that is supported.
 _COUNTS_DISKS = "ssd" in {field.name for field in fields(Storage)}
 
@@ -200,7 +204,8 @@ class TableSize:
         scores: bytes of the scores of the rows; 0 without a policy.
         counters: bytes of the counters of waiting ids, with their map.
         marks: bytes of the record of changed rows; 0 without deltas.
-        cache: bytes of the GPU's memory for the rows of HostMemory that have a place there; else 0.
+        cache: bytes of the GPU's memory for the frames of a table with HostMemory: weights, optimizer state
+            and the map of rows to frames; else 0.
         host: bytes of the host's memory that a table on a GPU has: `weights` and `optimizer_state` with
             HostMemory; else 0.
     """
@@ -298,9 +303,9 @@ def table_size(
         remedy = "Pass the rows with a place on the GPU, or None if all rows are there."
         gpu_rows = checked_count(gpu_rows, "table_size.gpu_rows", 1, remedy)
         if in_host:
-            stores = [_pinned_bytes(rows, limit, widths[0], each) for each in widths]
-            cache = _cache_bytes(min(gpu_rows, rows), min(gpu_rows, limit), widths)
-            cache += store(_PLACE_BYTES)
+            shift_of_host = block_shift(limit, widths[0])
+            stores = [_host_bytes(rows, shift_of_host, each) for each in widths]
+            cache = _cache_bytes(rows, limit, gpu_rows, shift_of_host, widths)
     waiting = 0
     if counters:
         # The counters of a table have at most its limit, or the number that the user chose.
@@ -319,16 +324,21 @@ def table_size(
     )
 
 
-def _pinned_bytes(rows: int, limit: int, weight_bytes: int, row_bytes: int) -> int:
-    """Returns the bytes of the blocks in the host's memory with `rows` rows: each is pinned as a whole."""
-    shift = block_shift(limit, weight_bytes, "cpu")
+def _host_bytes(rows: int, shift: int, row_bytes: int) -> int:
+    """Returns the bytes of the blocks in the host's memory with `rows` rows: each is allocated as a whole."""
     return (-(-rows >> shift) << shift) * row_bytes
 
 
-def _cache_bytes(lines: int, most_lines: int, widths: list[int]) -> int:
-    """Returns a GPU's bytes for `lines` rows of a cache, with their optimizer state and what a line needs."""
-    shift = block_shift(most_lines, widths[0], "cuda")
-    return sum(most_store_bytes(lines, each, shift, "cuda") for each in (*widths, _LINE_BYTES))
+def _cache_bytes(rows: int, limit: int, gpu_rows: int, shift: int, widths: list[int]) -> int:
+    """Returns a GPU's bytes for the frames of a table, in blocks as long as the host's, and their map."""
+    frames, most_frames = min(gpu_rows, rows), min(gpu_rows, limit)
+    of_frames = sum(most_store_bytes(frames, each, shift, "cuda") for each in widths)
+    for used, most, width in (
+        (rows, limit, _PLACE_BYTES),
+        *((frames, most_frames, width) for width in _FRAME_BYTES),
+    ):
+        of_frames += most_store_bytes(used, width, block_shift(most, width, "cuda"), "cuda")
+    return of_frames
 
 
 def table_bytes(*arguments: Any, **named: Any) -> int:
