@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from mock_device import CUDA, MockDevice
 from planned_cases import POOLED, topology
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_training import Holder, collection_of, shard, sharder_of
@@ -77,7 +78,29 @@ def test_the_parts_of_a_table_in_host_memory():
 
 def test_a_cache_has_no_more_frames_than_rows():
     assert size(gpu_rows=ROWS) == size(gpu_rows=10 * ROWS)
-    assert size(100, 100, limit=ROWS).cache <= size(100, ROWS, limit=ROWS).cache < 8 * 2 * MIB
+    assert size(100, 100, limit=ROWS).cache <= size(100, ROWS, limit=ROWS).cache <= 7 * 4 * MIB
+
+
+@pytest.mark.parametrize(("rows", "gpu_rows"), [(50_000, 10_000), (9_000, 10_000), (300, 5)])
+def test_a_table_in_host_memory_holds_what_it_costs(rows, gpu_rows):
+    limit = 60_000
+    with MockDevice():
+        config = dyn.DynamicTableConfig(storage=dyn.HostMemory(gpu_rows))
+        fused_params = {"optimizer": EmbOptimType.ADAM}
+        tables = collection(config, limit, device=CUDA, fused_params=fused_params)
+        handle = tables.table("user")
+        for ids in torch.arange(rows).split(20_000):
+            handle.assign(ids.to(CUDA), torch.ones(len(ids), DIM, device=CUDA))
+        (table,) = handle.shards
+        cache, stores = table.weights.cache, table.stores
+        host = sum(block.nbytes for store in stores for block in store.blocks)
+        frames = sum(block.nbytes for store in stores for block in store.frames.blocks)
+        frames += sum(
+            one.nbytes for one in (cache._places, cache._owners, cache._used, cache._free)
+        )
+        price = size(rows, gpu_rows, limit=limit)
+        assert (host, table.num_rows) == (price.host, rows)
+        assert min(rows, gpu_rows) * DIM * 12 < frames <= price.cache
 
 
 def test_on_the_cpu_a_cache_has_no_effect():
