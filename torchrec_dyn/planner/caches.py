@@ -209,12 +209,12 @@ class DynamicEnumerator(EmbeddingEnumerator):
 
 
 def _saves_memory(option: ShardingOption, of_device: Mapping[tuple[str, str], int]) -> bool:
-    """Returns False for a cache of the planner's that would save less than half of a GPU's memory."""
+    """Returns False for a cache of the planner's that would save less than a tenth of a GPU's memory."""
     cache = option.cache_params
     if not isinstance(cache, ChosenCache):
         return True
-    hbm = of_device[option.fqn, option.sharding_type]
-    return cache.rows >= _LEAST_ROWS * option.num_shards and 2 * option.total_storage.hbm < hbm
+    most = 0.9 * of_device[option.fqn, option.sharding_type]
+    return cache.rows >= _LEAST_ROWS * option.num_shards and option.total_storage.hbm < most
 
 
 def settled(plan: list[ShardingOption]) -> list[ShardingOption]:
