@@ -395,6 +395,24 @@ def test_static_and_processed_tables_are_planned_beside():
     assert max(held_by_ranks(planner)) <= 0.3 * FULL
 
 
+def test_a_static_table_of_the_same_name_keeps_its_options():
+    static = EmbeddingBagConfig(
+        name="user", embedding_dim=DIM, num_embeddings=100, feature_names=["user"]
+    )
+    model = torch.nn.ModuleDict(
+        {"static": EmbeddingBagCollection([static], device=torch.device("meta"))}
+    )
+    sharders, kernels = dyn.default_sharders({"optimizer": EmbOptimType.ADAM}), []
+    for _ in range(2):
+        planner = make_planner(topology("cuda"), 128)
+        kernels.append({"static": set(), "dynamic": set()})
+        for option in planner.enumerated(model, sharders):
+            kernels[-1][option.path].add((option.sharding_type, option.compute_kernel))
+        model["dynamic"] = collection()
+    assert kernels[0]["static"] == kernels[1]["static"] > {("data_parallel", "dense")}
+    assert {kernel for _, kernel in kernels[1]["dynamic"]} == {"fused"}
+
+
 def test_a_planner_plans_again():
     """A model beyond the GPUs' memory, then one that fits, then the first."""
     large, small = collection(), collection(rows=10_000)

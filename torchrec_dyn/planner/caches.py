@@ -162,16 +162,28 @@ class DynamicEnumerator(EmbeddingEnumerator):
         self._sharder_params = {
             kind: getattr(sharder, "fused_params", None) for kind, sharder in by_type.items()
         }
-        constraints = dict(self._given)  # TorchRec enumerates the kernels that these list
+        kernels: dict[str, list[str]] = {}
+        others: set[str] = set()
         for part in module.modules():
             collection: Any = without_processors(part)
             if type(part) in by_type and isinstance(collection, UnshardedCollection):
                 for name, config in collection.dynamic_configs().items():
-                    kernels = self._kernels(name, config.storage is None)
-                    given = self._given.get(name) or ParameterConstraints()
-                    constraints[name] = replace(given, compute_kernels=kernels)
-        self._constraints = constraints
-        found = super().enumerate(module, sharders)
+                    kernels[name] = self._kernels(name, config.storage is None)
+            elif type(part) in by_type:
+                others.update(by_type[type(part)].shardable_parameters(part))
+        # TorchRec enumerates and prices the kernels that constraints list, also those of a static table with
+        # the name of a dynamic one.
+        self._constraints = self._given | {
+            name: replace(
+                self._given.get(name) or ParameterConstraints(), compute_kernels=kernels[name]
+            )
+            for name in kernels.keys() - others
+        }
+        found = [
+            option
+            for option in super().enumerate(module, sharders)
+            if not _is_dynamic(option) or option.compute_kernel in kernels[option.name]
+        ]
         of_device = {
             (option.fqn, option.sharding_type): option.total_storage.hbm
             for option in found
