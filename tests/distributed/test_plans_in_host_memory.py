@@ -176,6 +176,10 @@ def move_between_memories() -> list[dict[str, Any]]:
             assert torch.equal(torch.sort(tables_now[0].ids()).values, ids)
             got, expected = (one.lookup(ids) for one in tables_now)
             assert all(map(torch.equal, got, expected))
+    # The plan of the table that stayed was not given again since the model was sharded.
+    changed = {"stays": planned(PLAIN, None, "row_wise")}
+    model.sharders[0].reshard(model.module.collection, changed, model._env, model.device)
+    assert storages(model)["stays"] is None
     return told
 
 
