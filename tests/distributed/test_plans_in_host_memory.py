@@ -89,6 +89,16 @@ def test_tables_of_such_plans_train() -> None:
     assert all(one for one in rows)
 
 
+def groups_of_caches() -> int:
+    kinds = [(PLAIN, None), (UNCACHED, None), (CACHED, 0.1), (CACHED, 0.7), (CACHED, None)]
+    tables = [Table(f"t{n}", [f"f{n}"], planned(*kind, "row_wise")) for n, kind in enumerate(kinds)]
+    return len(shard(Case(tables), collection_of(Case(tables))).module.collection.describe().groups)
+
+
+def test_tables_in_both_memories_share_a_call() -> None:
+    assert workers.run(groups_of_caches, world_size=2) == [1, 1]
+
+
 def errors_of_load_factors() -> list[str]:
     told = []
     for factor in (1.5, -0.1, float("nan"), True, "0.2"):

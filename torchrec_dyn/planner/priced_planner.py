@@ -218,8 +218,10 @@ def make_planner(
     """Returns TorchRec's planner with storage estimates of DynamicStorageEstimator.
 
     Plans are rated by their slowest rank, as in TorchRec. With measured constraints (`constraints_from`), the
-    fullest rank is rated too; see EvenLoad. If no plan fits the memory, the PlannerError also lists the
-    largest tables.
+    fullest rank is rated too; see EvenLoad. If no plan fits the memory of GPUs, tables whose constraints and
+    config leave it open may have rows in the host's memory: compute kernel `fused_uvm_caching`, with a load
+    factor that TorchRec's scale-up chooses. If no plan fits at all, the PlannerError also lists the largest
+    tables.
 
     Args:
         topology: the devices.
