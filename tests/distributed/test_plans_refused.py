@@ -112,12 +112,15 @@ def test_bad_plan_is_refused(pooled: bool, kind: str, pieces: Pieces, message: s
         assert "(table='t')" in text or "one width" in message
 
 
-@pytest.mark.parametrize("kernel", ["dense", "fused_uvm", "key_value", "nonsense"])
+@pytest.mark.parametrize("kernel", ["dense", "quant_uvm", "key_value", "nonsense"])
 def test_other_kernels_are_refused(kernel: str) -> None:
     plan = {"t": shard_by_hand("table_wise", WHOLE)}
     plan["t"].compute_kernel = kernel
     (text,) = workers.run(refuse_plan, True, plan, world_size=1)
-    assert f"(table='t'): expected compute kernel 'fused', got '{kernel}'. In a plan" in text
+    assert (
+        "(table='t'): expected compute kernel 'fused', 'fused_uvm', 'fused_uvm_caching', got "
+        f"'{kernel}'. In a plan"
+    ) in text
 
 
 def shard_whole_rows(kinds: dict[str, Pieces]) -> list[str]:
@@ -255,10 +258,12 @@ def test_options_of_plans_that_have_no_effect_are_warned_of() -> None:
         assert told.pop("bounds_check_mode") == []
         (of_sharder,) = told.pop("a sharder's")
         assert "('collection'): expected no options for a cache" in of_sharder
-        assert "got ['cache_load_factor', 'enforce_hbm'], which have no effect yet" in of_sharder
+        assert "got ['cache_load_factor', 'enforce_hbm'], which have no effect." in of_sharder
         for name, (text,) in told.items():
-            assert f"got ['{name}'], which have no effect yet" in text
-            assert "cache_params and the other options of a cache will have an effect once" in text
+            assert f"got ['{name}'], which have no effect." in text
+            assert (
+                "compute kernel 'fused_uvm_caching' with CacheParams(load_factor=...) has" in text
+            )
 
 
 def test_every_field_of_a_plan_is_known() -> None:

@@ -208,7 +208,10 @@ def test_each_option_of_fbgemm_is_read_or_warned_of_or_refused() -> None:
         found["warned" if told else "read"].add(option)
         for text in [str(warning.message) for warning in told]:
             assert f"cache or another place of the rows, got ['{option}'], which have no ef" in text
-            assert "will have an effect once rows of a GPU's tables can be in host memory" in text
+            assert (
+                "DynamicTableConfig(storage=HostMemory(gpu_rows=...)) does the same. On the CPU"
+                in text
+            )
         assert len(told) < 2
     assert found["warned"] == WARNED
     assert found["read"] == {*READ, "max_gradient", "bounds_check_mode"}

@@ -320,9 +320,8 @@ def test_time_alone_leaves_the_memory_of_tables_asked_alike():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ranks_without_shards_count_as_empty(device):
     place = topology(device)
-    (option,) = EmbeddingEnumerator(
-        place, BATCH, {"user": ParameterConstraints(sharding_types=["table_wise"])}
-    ).enumerate(
+    constraints = ParameterConstraints(["table_wise"], compute_kernels=["fused"])
+    (option,) = EmbeddingEnumerator(place, BATCH, {"user": constraints}).enumerate(
         dyn.DynamicEmbeddingBagCollection([EmbeddingBagConfig(9, 8, "user", feature_names=["f"])]),
         [SHARDER],
     )

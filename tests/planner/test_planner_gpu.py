@@ -210,7 +210,8 @@ def test_without_room_the_error_names_tables_and_bytes():
     sharder = [ADAM_SHARDER]
     names = [f"t{number}" for number in range(10)]
     with pytest.raises(PlannerError) as caught:
-        make_planner(topology("cuda", hbm_cap=64 * MIB)).plan(collection(names=names), sharder)
+        small = topology("cuda", hbm_cap=64 * MIB, ddr_cap=64 * MIB)
+        make_planner(small).plan(collection(names=names), sharder)
     text = str(caught.value)
     assert "Last planner error" in text  # TorchRec's own text
     assert "expected tables that fit into 0.06 GiB of hbm_cap on each of 4 ranks" in text
@@ -229,7 +230,7 @@ def test_without_room_the_error_names_tables_and_bytes():
 
 def test_a_table_without_room_under_its_constraints_is_named():
     """All ranks together have room, but none has room for the whole table."""
-    constraints = {"user": ParameterConstraints(sharding_types=["table_wise"])}
+    constraints = {"user": ParameterConstraints(["table_wise"], compute_kernels=["fused"])}
     planner = make_planner(topology("cuda", hbm_cap=128 * MIB), constraints=constraints)
     with pytest.raises(
         PlannerError, match=r"'user': 0\.2\d GiB in all, .* under table_wise"

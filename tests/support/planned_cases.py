@@ -22,7 +22,11 @@ def topology(device: str = "cpu", **changes: Any) -> Topology:
 def options(
     estimator: Any, module: nn.Module, sharder: Any, constraints: Any = None, device: str = "cpu"
 ) -> dict[tuple[str, str], ShardingOption]:
-    """Returns all sharding options of a module by table and type, with storage estimated by `estimator`."""
+    """Returns the options of a module in its device's memory by table and type, priced by `estimator`."""
     enumerator = EmbeddingEnumerator(topology(device), 128, constraints, estimator)
     found = enumerator.enumerate(module, [sharder])
-    return {(option.name, option.sharding_type): option for option in found}
+    return {
+        (option.name, option.sharding_type): option
+        for option in found
+        if option.compute_kernel == "fused"
+    }

@@ -181,6 +181,11 @@ class LocalShards:
 
     # Trained rows, and another plan.
 
+    def has_place_of(self, other: LocalShards, name: str) -> bool:
+        """Returns whether both plans have the rows of a table on the same ranks, and in the same storage."""
+        storage, others = self._dynamic[name].storage, other._dynamic[name].storage
+        return self.layouts[name] == other.layouts[name] and storage == others
+
     def _fill_from(self, collection: UnshardedCollection) -> None:
         """Copies this rank's part of the rows that were trained before sharding."""
         for name, shard in collection.local_tables().items():
@@ -201,6 +206,7 @@ class LocalShards:
         for kernel in self._kernels:
             kernel.replace_shards(other._tables[name])
         self._tables = self._by_name()
+        self._dynamic[name] = other._dynamic[name]
 
     @locked
     def replace_with(self, other: LocalShards, follow: Callable[[], None]) -> None:

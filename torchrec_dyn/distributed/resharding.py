@@ -76,7 +76,8 @@ def reshard(
     plan = {**collection.module_sharding_plan, **changed}
     made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
-    moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
+    # What the collection keeps of its plan does not say in which memory the rows are.
+    moved = [name for name in new.layouts if name in changed and not new.has_place_of(shards, name)]
     new.copy_settings(shards)
     for name in new.layouts.keys() - set(moved):
         new.reuse(shards, name)
@@ -100,7 +101,9 @@ def _described(
     for table, sharding in sorted(changed.items()):
         shards = getattr(sharding.sharding_spec, "shards", None) or ()
         pieces = [(list(shard.shard_offsets), list(shard.shard_sizes)) for shard in shards]
-        described.append((table, sharding.sharding_type, list(sharding.ranks or ()), pieces))
+        cache = sharding.cache_params and sharding.cache_params.load_factor
+        place = (sharding.compute_kernel, cache)
+        described.append((table, sharding.sharding_type, list(sharding.ranks or ()), pieces, place))
     return described
 
 

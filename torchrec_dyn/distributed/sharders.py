@@ -45,6 +45,7 @@ from torchrec_dyn.modules import (
     check_fused_params,
     with_fbgemm_dtype,
 )
+from torchrec_dyn.ranks import CACHED_ON_DEVICE, IN_DEVICE_MEMORY, IN_HOST_MEMORY
 
 _Unsharded = TypeVar("_Unsharded", bound=nn.Module)
 _Sharded = TypeVar("_Sharded", bound=ShardedTables)
@@ -116,8 +117,13 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
         return list(self.sharded_module_type.sharding_classes)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns "fused", for which the planner can estimate costs; `shard` replaces it by our kernel."""
-        return [EmbeddingComputeKernel.FUSED.value]
+        """Returns "fused", and for GPUs those of rows in the host's memory, as TorchRec's sharders do.
+
+        A planner can estimate the cost of these; `shard` replaces them by our kernel.
+        """
+        if compute_device_type != "cuda":
+            return [IN_DEVICE_MEMORY]
+        return [IN_DEVICE_MEMORY, IN_HOST_MEMORY, CACHED_ON_DEVICE]
 
 
 class DynamicEmbeddingBagCollectionSharder(
@@ -282,7 +288,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         return self._collection_sharder.sharding_types(compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns "fused", as the sharders of dynamic collections do."""
+        """Returns the kernels of dynamic collections."""
         return self._collection_sharder.compute_kernels(sharding_type, compute_device_type)
 
     sharded_module_type = ShardedDynamicFeatureProcessedEmbeddingBagCollection

@@ -6,12 +6,19 @@ import copy
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.types import (
+    CacheAlgorithm,
+    CacheParams,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingEnv2D,
+)
 from torchrec.distributed.utils import add_params_from_parameter_sharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -28,10 +35,12 @@ from torchrec_dyn.modules import (
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
 from torchrec_dyn.ranks import (
+    CACHED_ON_DEVICE,
     SHARDING_TRAITS,
     checked_plan,
     config_of_share,
     host_group,
+    planned_storage,
     row_limit,
     table_layouts,
 )
@@ -73,6 +82,24 @@ def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str
 
 # Fields of a plan, from ParameterConstraints, that place rows as PLACEMENT_KEYS of `fused_params` do.
 _PLACED_BY_PLAN = ("cache_params", "enforce_hbm", "key_value_params")
+_LOAD_FACTOR = "cache_load_factor"  # of `fused_params`, for plans that have none
+
+
+def _without_effect(plan: ParameterSharding, is_cached: bool) -> set[str]:
+    """Returns the options of a plan that place rows and have no effect."""
+    names = {option for option in _PLACED_BY_PLAN if getattr(plan, option)}
+    if not is_cached or plan.cache_params is None:
+        return names
+    return names - {"cache_params"} | _unused_cache_params(plan.cache_params)
+
+
+def _unused_cache_params(given: CacheParams) -> set[str]:
+    """Returns the fields of the parameters of a cache that mean nothing to ours."""
+    # `stats` are the planner's.
+    names = {field.name for field in fields(given)} - {"load_factor", "stats"}
+    if given.algorithm is CacheAlgorithm.LRU:
+        names.remove("algorithm")  # ours, too
+    return {f"cache_params.{name}" for name in names if getattr(given, name) not in (None, False)}
 
 
 _tables_of_model: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
@@ -136,6 +163,7 @@ class ShardingSetup(nn.Module):
         self.layouts = table_layouts(self.configs, plan, env, types, where)
         self._whole_columns = [kind for kind in types if not SHARDING_TRAITS[kind].cuts_columns]
         self.plan = checked_plan(plan, where)
+        self._kernels = {name: sharding.compute_kernel for name, sharding in plan.items()}
         self.dynamic = {name: table.dynamic for name, table in tables.items()}
         self.features = [name for config in self.configs for name in config.feature_names]
         self.is_scored = any(options.scores_weights for options in self.dynamic.values())
@@ -165,6 +193,7 @@ class ShardingSetup(nn.Module):
         placeholders = nn.ModuleDict()
         by_default: list[str] = []
         placed: set[str] = set()
+        uses_load_factor = False
         for name, table in tables.items():
             where, plan, layout = (
                 f"{self.where}(table='{name}')",
@@ -182,12 +211,17 @@ class ShardingSetup(nn.Module):
                 by_default.append(name)
                 chosen = {}
             placed.update(placement_options(chosen))
-            placed.update(option for option in _PLACED_BY_PLAN if getattr(plan, option))
+            is_cached = (
+                self._kernels[name] == CACHED_ON_DEVICE and self.dynamic[name].storage is None
+            )
+            placed.update(_without_effect(plan, is_cached))
+            uses_load_factor |= is_cached
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
             chosen = add_params_from_parameter_sharding(chosen, plan)
             chosen = with_fbgemm_dtype(chosen, where)
+            self._place(name, chosen.get(_LOAD_FACTOR), table.weight.shape[0], where)
             self.options[name] = TableOptions(
-                config=config_of_share(table.dynamic, layout.row_ranks),
+                config=config_of_share(self.dynamic[name], layout.row_ranks),
                 optimizer=RowOptimizer.from_fused_params(chosen, where),
                 output_dtype=output_dtype_of(chosen, where),
                 row_limit=row_limit(table.weight.shape[0], layout.row_ranks),
@@ -200,7 +234,14 @@ class ShardingSetup(nn.Module):
                 chosen[MAX_WIDTH_KEY] = table.weight.shape[1]
             placeholders[name] = _placeholder(table.weight, chosen)
         self.add_module(self.holder, placeholders)
-        return by_default, placed
+        return by_default, placed - {_LOAD_FACTOR} if uses_load_factor else placed
+
+    def _place(self, name: str, load_factor: object, num_embeddings: int, where: str) -> None:
+        """Gives a table without a storage of its own that of the plan."""
+        config = self.dynamic[name]
+        if config.storage is None:
+            storage = planned_storage(self._kernels[name], load_factor, num_embeddings, where)
+            self.dynamic[name] = replace(config, storage=storage)
 
     def _check_dtypes(self) -> None:
         """Raises ValueError if outputs that TorchRec joins to one tensor have different dtypes."""

@@ -138,7 +138,8 @@ def placement_warning(options: Iterable[str], where: str) -> str:
     """Returns the text of the warning that options of `placement_options` and of plans have no effect."""
     return (
         f"{where}: expected no options for a cache or another place of the rows, got {listed(options)}, "
-        "which have no effect yet: all rows of a dynamic table are on its device. cache_params and the other "
-        "options of a cache will have an effect once rows of a GPU's tables can be in host memory. Remove "
-        "them; on the CPU, DynamicTableConfig(storage=MappedFiles(...)) keeps rows on disk."
+        "which have no effect. Remove them. In a sharded model on GPUs, compute kernel 'fused_uvm_caching' "
+        "with CacheParams(load_factor=...) has rows in the host's memory and a cache in the GPU's, if the "
+        "table's own config has no storage; DynamicTableConfig(storage=HostMemory(gpu_rows=...)) does the "
+        "same. On the CPU, storage=MappedFiles(...) has rows on a disk."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,11 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PerfModel, ShardingOption, hash_sha256_to_int
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan, ShardingType
+from torchrec.distributed.types import (
+    CacheParams,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from torchrec_dyn.config import HostMemory
 from torchrec_dyn.modules import UnshardedCollection
 from torchrec_dyn.name_lists import listed
+from torchrec_dyn.planner.hit_rates import measured_hit_rates
 from torchrec_dyn.ranks import Stats
 from torchrec_dyn.whole_model import collections_of, table_names
 
@@ -63,8 +71,9 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
         model: a model with dynamic collections, or a collection, with or without DistributedModelParallel.
 
     Returns:
-        The stats of `torchrec_dyn.read_stats` by table name, with two more entries: `features`, the number of
-        features that read the table, and `ranks`, the number of ranks with batches.
+        The stats of `torchrec_dyn.read_stats` by table name, with more entries: `features`, the number of
+        features that read the table, `ranks`, the number of ranks with batches, and with HostMemory its
+        `gpu_rows`.
 
     Raises:
         ValueError: if the model has no dynamic collection, or two tables have the same name.
@@ -80,6 +89,8 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
             table = module.table(name)
             ranks = 1 if table.group is None else dist.get_world_size(table.group)
             more = {"features": len(table.features), "ranks": ranks}
+            if isinstance(storage := table.options.storage, HostMemory):
+                more["gpu_rows"] = storage.gpu_rows
             stats_by_table[name] = table.read_stats() | more
     return stats_by_table
 
@@ -94,7 +105,8 @@ def constraints_from(
 
     The number of ids per sample of a table becomes its `pooling_factors`. Ids are counted per table, so all
     features of a table get the same factor. The rows and the waiting ids of a table, multiplied by `growth`,
-    become the expected numbers that `make_planner` uses, up to the table's limit.
+    become the expected numbers that `make_planner` uses, up to the table's limit. Rows that a table with
+    HostMemory has loaded become the hit rates of its cache, `cache_params.stats`.
 
     Args:
         stats: stats by table name, from `read_model_stats`.
@@ -170,9 +182,13 @@ def _measured(
             f"one product above 0, got {poolings} and {batch_sizes}."
         )
     ids_a_bag = lookups_per_forward(stats) / stats["ranks"] / bags
+    expected_rows = max(1, math.ceil(stats["rows"] * growth))
+    rates, cache = measured_hit_rates(stats, expected_rows), given.cache_params
+    if rates is not None and (cache is None or cache.stats is None):
+        kept["cache_params"] = replace(cache or CacheParams(), stats=rates)
     return MeasuredConstraints(
         **(kept | {"pooling_factors": [ids_a_bag] * features}),
-        expected_rows=max(1, math.ceil(stats["rows"] * growth)),
+        expected_rows=expected_rows,
         expected_counters=math.ceil(stats["waiting"] * growth),
     )
 
@@ -219,6 +235,47 @@ def checked_constraints(
                     f"{where}['{name}'].{field}: expected a list, got {choices!r}. Write [{choices!r}]."
                 )
     return dict(given)
+
+
+class ExpectedRows:
+    """The rows and the waiting ids that tables are expected to have, over all ranks."""
+
+    def __init__(
+        self, constraints: Mapping[str, ParameterConstraints], rows: Mapping[str, int]
+    ) -> None:
+        self._constraints, self._rows = constraints, rows
+
+    def rows(self, name: str, limit: int) -> int:
+        """Returns the expected rows of a table; ValueError if the user expects more than its limit."""
+        measured = self._constraints.get(name)
+        rows = measured.expected_rows if isinstance(measured, MeasuredConstraints) else None
+        # Measured rows times growth may exceed the limit; the rows of the table cannot.
+        expected = self._rows.get(name, limit if rows is None else min(rows, limit))
+        if expected > limit:
+            raise ValueError(
+                f"DynamicStorageEstimator.expected_rows['{name}']: expected at most "
+                f"num_embeddings={limit}, got {expected}. Raise num_embeddings."
+            )
+        return expected
+
+    def waiting(self, name: str) -> int | None:
+        """Returns the expected waiting ids of a table; None: unknown."""
+        measured = self._constraints.get(name)
+        return measured.expected_counters if isinstance(measured, MeasuredConstraints) else None
+
+
+def checked_rows(expected_rows: object) -> dict[str, int]:
+    """Returns the rows by table name that a user expects."""
+    where = "DynamicStorageEstimator.expected_rows"
+    if expected_rows is not None and not isinstance(expected_rows, Mapping):
+        raise ValueError(
+            f"{where}: expected a dict of numbers by table name, got {expected_rows!r}. Write {{name: rows}}."
+        )
+    remedy = "Leave the table out to price it full."
+    return {
+        name: checked_count(rows, f"{where}['{name}']", 1, remedy)
+        for name, rows in (expected_rows or {}).items()
+    }
 
 
 def check_tables(

@@ -12,11 +12,11 @@ from torch import nn
 from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.planners import to_sharding_plan
 from torchrec.distributed.planner.types import (
     DeviceHardware,
+    Enumerator,
     PlannerError,
     PlannerErrorType,
     ShardEstimator,
@@ -26,6 +26,12 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_dyn.planner.caches import (
+    CacheProposer,
+    DynamicEnumerator,
+    HitRates,
+    settled,
+)
 from torchrec_dyn.planner.measured import (
     EvenLoad,
     MeasuredConstraints,
@@ -45,6 +51,9 @@ class PricedPlanner(EmbeddingShardingPlanner):
     """TorchRec's planner. If no plan fits the memory, its error lists the largest tables."""
 
     expected_rows: Sequence[str] = ()  # the tables that have them
+    in_host: Enumerator  # for models that do not fit into the memory of their GPUs
+    _enumerator: Any
+    _proposers: Any
 
     def collective_plan(
         self,
@@ -77,8 +86,29 @@ class PricedPlanner(EmbeddingShardingPlanner):
         except PlannerError as error:
             if error.error_type not in _NO_ROOM:
                 raise
-            tables = _largest_tables(self._enumerator.enumerate(module, sharders), topology)
-            raise PlannerError(f"{error}\n{tables}", error.error_type) from error
+            return self._plan_in_host(module, sharders, error)
+
+    def _plan_in_host(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], error: PlannerError
+    ) -> ShardingPlan:
+        """Returns a plan that may have rows in the host's memory; without room raises an error for users."""
+        on_device, proposers = self._enumerator, self._proposers
+        options = on_device.enumerate(module, sharders)
+        others = self.in_host.enumerate(module, sharders)
+        has_more = len(others) > len(options)
+        if has_more:
+            self._enumerator, self._proposers = self.in_host, [CacheProposer(proposers)]
+            try:
+                return super().plan(module, sharders)
+            except PlannerError as second:
+                if second.error_type not in _NO_ROOM:
+                    raise
+                error = second
+            finally:
+                self._enumerator, self._proposers = on_device, proposers
+        tables = _largest_tables(options, self._topology)
+        in_host = _least_in_host(others, self._topology) if has_more else ""
+        raise PlannerError(f"{error}\n{tables}{in_host}", error.error_type) from error
 
     # The parts of `plan`, for callers that leave some tables where they are.
 
@@ -142,6 +172,22 @@ def _largest_tables(options: list[ShardingOption], topology: Topology) -> str:
     return "\n".join([head, *lines, remedy])
 
 
+def _least_in_host(options: list[ShardingOption], topology: Topology) -> str:
+    """Returns what the tables need at least if their rows are in the host's memory, for an error."""
+    least: dict[str, tuple[int, int]] = {}
+    for option in options:
+        storage = option.total_storage
+        shape = (storage.hbm, storage.ddr)
+        least[option.fqn] = min(least.get(option.fqn, shape), shape)
+    hbm, ddr = (sum(sizes) / _GIB for sizes in zip(*least.values(), strict=True))
+    room = topology.devices[0].storage
+    return (
+        f"\nWith rows in the host's memory the tables need at least {hbm:,.2f} GiB of hbm_cap and {ddr:,.2f} "
+        f"GiB of ddr_cap in all; each of {topology.world_size} ranks has {room.hbm / _GIB:,.2f} and "
+        f"{room.ddr / _GIB:,.2f} GiB. If a rank's host has more memory, set Topology(ddr_cap=bytes)."
+    )
+
+
 class _QuickPartitioner(GreedyPerfPartitioner):
     """TorchRec's default partitioner, with the same plans in less time.
 
@@ -172,8 +218,10 @@ def make_planner(
     """Returns TorchRec's planner with storage estimates of DynamicStorageEstimator.
 
     Plans are rated by their slowest rank, as in TorchRec. With measured constraints (`constraints_from`), the
-    fullest rank is rated too; see EvenLoad. If no plan fits the memory, the PlannerError also lists the
-    largest tables.
+    fullest rank is rated too; see EvenLoad. If no plan fits the memory of GPUs, tables whose constraints and
+    config leave it open may have rows in the host's memory: compute kernel `fused_uvm_caching`, with a load
+    factor that TorchRec's scale-up chooses. If no plan fits at all, the PlannerError also lists the largest
+    tables.
 
     Args:
         topology: the devices.
@@ -209,18 +257,28 @@ def make_planner(
         options.setdefault("performance_model", EvenLoad(topology))
     if options.get("partitioner") is None:
         options["partitioner"] = _QuickPartitioner()
+    storages = DynamicStorageEstimator(
+        topology, by_table, expected_rows=expected_rows, deltas=deltas
+    )
+    hit_rates = HitRates(topology, by_table, storages.expected)
     estimators: list[ShardEstimator] = [
-        DynamicPerfEstimator(topology, by_table),
-        DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows, deltas=deltas),
+        DynamicPerfEstimator(topology, by_table, hit_rates),
+        storages,
     ]
+    on_device, in_host = (
+        DynamicEnumerator(topology, batch_size, by_table, estimators, hit_rates, in_host)
+        for in_host in (False, True)
+    )
+    options["callbacks"] = [settled, *(options.get("callbacks") or ())]
     planner = PricedPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=EmbeddingEnumerator(topology, batch_size, by_table, estimators),
+        enumerator=on_device,
         constraints=by_table,
         **options,
     )
     planner.expected_rows = list(expected_rows or ())
+    planner.in_host = in_host
     return planner
 
 

@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
 
+from torchrec_dyn.config import MappedFiles
 from torchrec_dyn.life import SCORE_BYTES, most_counters
 from torchrec_dyn.modules import (
     UnshardedCollection,
@@ -31,14 +32,16 @@ from torchrec_dyn.modules import (
     merged_fused_params,
 )
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer, output_dtype_of
+from torchrec_dyn.planner.caches import gpu_rows_of
 from torchrec_dyn.planner.measured import (
-    MeasuredConstraints,
+    ExpectedRows,
     checked_constraints,
     checked_count,
+    checked_rows,
     without_processors,
 )
 from torchrec_dyn.planner.travelling_rows import price_as_sequences
-from torchrec_dyn.ranks import config_of_share, row_limit
+from torchrec_dyn.ranks import IN_DEVICE_MEMORY, config_of_share, row_limit
 from torchrec_dyn.storage import (
     SLOT_BYTES,
     block_shift,
@@ -48,21 +51,14 @@ from torchrec_dyn.storage import (
 )
 from torchrec_dyn.table import ROW_DTYPES
 
+_PLACE_BYTES = 4  # of a row of HostMemory: the frame that it is in (storage/row_cache.py)
+_FRAME_BYTES = (
+    8,
+    4,
+    4,
+)  # of a frame: its row, when it was used, and its place in the list of free ones
 # Not in every version of TorchRec that is supported.
 _COUNTS_DISKS = "ssd" in {field.name for field in fields(Storage)}
-
-
-def _checked_rows(expected_rows: object) -> dict[str, int]:
-    where = "DynamicStorageEstimator.expected_rows"
-    if expected_rows is not None and not isinstance(expected_rows, Mapping):
-        raise ValueError(
-            f"{where}: expected a dict of numbers by table name, got {expected_rows!r}. Write {{name: rows}}."
-        )
-    remedy = "Leave the table out to price it full."
-    return {
-        name: checked_count(rows, f"{where}['{name}']", 1, remedy)
-        for name, rows in (expected_rows or {}).items()
-    }
 
 
 class DynamicStorageEstimator(ShardEstimator):
@@ -71,9 +67,10 @@ class DynamicStorageEstimator(ShardEstimator):
     A shard of a dynamic table is priced as full: id map, weights in the table's dtype and optimizer state at
     this rank's row limit, with a policy also the scores of the rows, and with AdmitAfter or OwnAdmission the
     maximum number of counters for these rows. Rows and optimizer state in mapped files are not host memory:
-    they count as `ssd` if TorchRec's Storage has it, and their pages in memory are not counted. Each column
-    shard has its own id map, rows, scores and counters. For the memory of a batch (input and output of a
-    step) TorchRec's estimate is used.
+    they count as `ssd` if TorchRec's Storage has it, and their pages in memory are not counted. Of a table on
+    a GPU with HostMemory, or with a compute kernel that means it, rows and optimizer state are host memory
+    (`ddr`), and their cache is the GPU's (`hbm`). Each column shard has its own id map, rows, cache, scores
+    and counters. For the memory of a batch (input and output of a step) TorchRec's estimate is used.
 
     Args:
         topology: the devices.
@@ -103,8 +100,8 @@ class DynamicStorageEstimator(ShardEstimator):
     ) -> None:
         self._deltas = deltas
         self._device_type: str = topology.compute_device
-        self._constraints = checked_constraints(constraints, "DynamicStorageEstimator.constraints")
-        self._expected_rows = _checked_rows(expected_rows)
+        given = checked_constraints(constraints, "DynamicStorageEstimator.constraints")
+        self.expected = ExpectedRows(given, checked_rows(expected_rows))
         # The second estimator excludes the memory of a batch. So the difference of both is that memory.
         self._whole, self._table_only = (
             EmbeddingStorageEstimator(
@@ -133,7 +130,8 @@ class DynamicStorageEstimator(ShardEstimator):
         optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
         config = _collection(option).dynamic_configs()[option.name]
         limit = option.tensor.shape[0]
-        rows, waiting = self._expected(option.name, limit)
+        rows, waiting = self.expected.rows(option.name, limit), self.expected.waiting(option.name)
+        gpu_rows = gpu_rows_of(option, sharder_params)
         # TorchRec splits num_embeddings evenly among the ranks that share rows. The limit of a rank is
         # higher, because ids never split evenly.
         first_column = option.shards[0].offset[1]
@@ -154,28 +152,15 @@ class DynamicStorageEstimator(ShardEstimator):
                 config.has_life,
                 counters,
                 self._deltas,
+                None if gpu_rows is None else -(-gpu_rows // sharers),
             )
-            on_disk = held.weights + held.optimizer_state if config.storage is not None else 0
+            in_files = isinstance(config.storage, MappedFiles)
+            on_disk = held.weights + held.optimizer_state if in_files else 0
             memory = "ddr" if self._device_type == "cpu" else "hbm"
-            table = Storage(**{"hbm": 0, "ddr": 0, memory: held.total - on_disk})
+            table = Storage(**{"hbm": 0, "ddr": held.host, memory: held.on_device - on_disk})
             if _COUNTS_DISKS:
                 table.ssd = on_disk
             shard.storage = table + batch_storage
-
-    def _expected(self, name: str, limit: int) -> tuple[int, int | None]:
-        """Returns the expected rows of a table, and the expected waiting ids (None: unknown)."""
-        measured = self._constraints.get(name)
-        rows = waiting = None
-        if isinstance(measured, MeasuredConstraints):
-            rows, waiting = measured.expected_rows, measured.expected_counters
-        # Measured rows times growth may exceed the limit; the rows of the table cannot.
-        expected = self._expected_rows.get(name, limit if rows is None else min(rows, limit))
-        if expected > limit:
-            raise ValueError(
-                f"DynamicStorageEstimator.expected_rows['{name}']: expected at most "
-                f"num_embeddings={limit}, got {expected}. Raise num_embeddings."
-            )
-        return expected, waiting
 
     def _storage_of_a_batch(
         self,
@@ -185,6 +170,7 @@ class DynamicStorageEstimator(ShardEstimator):
     ) -> list[Storage]:
         """Returns TorchRec's estimate for the input and output of a step, for each shard."""
         stand_in = copy.copy(option)
+        stand_in.compute_kernel = IN_DEVICE_MEMORY  # wherever the rows are, the batch is in it
         # A tensor without optimizer, so that both estimates count the same table.
         stand_in._tensor = torch.empty(
             option.tensor.shape, dtype=option.tensor.dtype, device="meta"
@@ -218,6 +204,10 @@ class TableSize:
         scores: bytes of the scores of the rows; 0 without a policy.
         counters: bytes of the counters of waiting ids, with their map.
         marks: bytes of the record of changed rows; 0 without deltas.
+        cache: bytes of the GPU's memory for the frames of a table with HostMemory: weights, optimizer state
+            and the map of rows to frames; else 0.
+        host: bytes of the host's memory that a table on a GPU has: `weights` and `optimizer_state` with
+            HostMemory; else 0.
     """
 
     weights: int
@@ -226,12 +216,19 @@ class TableSize:
     scores: int
     counters: int
     marks: int = 0
+    cache: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of the shard."""
         rows = self.weights + self.optimizer_state + self.scores + self.marks
-        return rows + self.id_map + self.counters
+        return rows + self.id_map + self.counters + self.cache
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of the shard in the memory of its device."""
+        return self.total - self.host
 
 
 def table_size(
@@ -244,6 +241,7 @@ def table_size(
     has_life: bool = False,
     counters: int = 0,
     deltas: bool = False,
+    gpu_rows: int | None = None,
 ) -> TableSize:
     """Returns an upper bound of the bytes of a table's shard with `rows` rows, part by part.
 
@@ -265,6 +263,8 @@ def table_size(
         has_life: True if the table has a policy, so that each row has a score.
         counters: maximum number of waiting ids in this shard.
         deltas: True if deltas will be exported (`checkpoint.mark`), so that changed rows are recorded.
+        gpu_rows: of a table with HostMemory, the rows of this shard with a place in the GPU's memory; None:
+            all rows are in the memory of the device. Without effect on the CPU.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -295,7 +295,17 @@ def table_size(
     def store(row_bytes: int) -> int:
         return most_store_bytes(rows, row_bytes, shift, kind)
 
-    states = optimizer.state_columns(columns)
+    widths = [columns * dtype.itemsize]
+    widths += [width * STATE_DTYPE.itemsize for width in optimizer.state_columns(columns)]
+    stores, cache = [store(each) for each in widths], 0
+    in_host = gpu_rows is not None and kind != "cpu"
+    if gpu_rows is not None:
+        remedy = "Pass the rows with a place on the GPU, or None if all rows are there."
+        gpu_rows = checked_count(gpu_rows, "table_size.gpu_rows", 1, remedy)
+        if in_host:
+            shift_of_host = block_shift(limit, widths[0])
+            stores = [_host_bytes(rows, shift_of_host, each) for each in widths]
+            cache = _cache_bytes(rows, limit, gpu_rows, shift_of_host, widths)
     waiting = 0
     if counters:
         # The counters of a table have at most its limit, or the number that the user chose.
@@ -303,13 +313,32 @@ def table_size(
         waiting = most_slots(counters, kind) * SLOT_BYTES
         waiting += most_store_bytes(counters, SCORE_BYTES, shift_of_counters, kind)
     return TableSize(
-        weights=store(columns * dtype.itemsize),
-        optimizer_state=sum(store(width * STATE_DTYPE.itemsize) for width in states),
+        weights=stores[0],
+        optimizer_state=sum(stores[1:]),
         id_map=most_slots(rows, kind) * SLOT_BYTES,
         scores=store(SCORE_BYTES) if has_life else 0,
         counters=waiting,
         marks=most_log_bytes(rows, limit, kind) if deltas else 0,
+        cache=cache,
+        host=sum(stores) if in_host else 0,
     )
+
+
+def _host_bytes(rows: int, shift: int, row_bytes: int) -> int:
+    """Returns the bytes of the blocks in the host's memory with `rows` rows: each is allocated as a whole."""
+    return (-(-rows >> shift) << shift) * row_bytes
+
+
+def _cache_bytes(rows: int, limit: int, gpu_rows: int, shift: int, widths: list[int]) -> int:
+    """Returns a GPU's bytes for the frames of a table, in blocks as long as the host's, and their map."""
+    frames, most_frames = min(gpu_rows, rows), min(gpu_rows, limit)
+    of_frames = sum(most_store_bytes(frames, each, shift, "cuda") for each in widths)
+    for used, most, width in (
+        (rows, limit, _PLACE_BYTES),
+        *((frames, most_frames, width) for width in _FRAME_BYTES),
+    ):
+        of_frames += most_store_bytes(used, width, block_shift(most, width, "cuda"), "cuda")
+    return of_frames
 
 
 def table_bytes(*arguments: Any, **named: Any) -> int:

@@ -113,9 +113,21 @@ def _pinned(
             pinned[name] = replace(
                 given.get(name) or ParameterConstraints(),
                 sharding_types=[*before, kind] if is_known else None,
-                compute_kernels=None,
+                **_place_of(sharding, module, sharder.compute_kernels(kind, device_type)),
             )
     return pinned
+
+
+def _place_of(
+    sharding: ParameterSharding, module: nn.Module, kernels: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the constraints by which a dynamic table is priced in the memory that its plan says."""
+    if not _is_dynamic(module) or sharding.compute_kernel not in kernels:
+        return {"compute_kernels": None}
+    return {
+        "compute_kernels": [sharding.compute_kernel],
+        "cache_params": sharding.cache_params,
+    }
 
 
 def _sharded_by(

@@ -15,11 +15,15 @@ from torchrec_dyn.ranks.agreement import (
     run_together,
 )
 from torchrec_dyn.ranks.layout import (
+    CACHED_ON_DEVICE,
+    IN_DEVICE_MEMORY,
+    IN_HOST_MEMORY,
     SHARDING_TRAITS,
     SPREAD_SHARDINGS,
     Piece,
     TableLayout,
     checked_plan,
+    planned_storage,
     table_layouts,
 )
 from torchrec_dyn.ranks.routing import (

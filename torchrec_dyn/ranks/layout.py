@@ -7,6 +7,7 @@ at all.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,9 +24,15 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchrec_dyn.config import HostMemory
 from torchrec_dyn.name_lists import listed
 
-_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value)
+IN_DEVICE_MEMORY = EmbeddingComputeKernel.FUSED.value
+IN_HOST_MEMORY = EmbeddingComputeKernel.FUSED_UVM.value
+CACHED_ON_DEVICE = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+_KERNELS = (IN_DEVICE_MEMORY, IN_HOST_MEMORY, CACHED_ON_DEVICE)
+_CHECKED_KERNELS = (*_KERNELS, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value)
+_DEFAULT_LOAD_FACTOR = 0.2  # FBGEMM's, and that of TorchRec's estimators
 _MADE_BY = "Make the plan with the planner or construct_module_sharding_plan."
 _SAME_NODES = (
     "The planner's Topology(local_world_size=...) and the environment's LOCAL_WORLD_SIZE must be the same; "
@@ -104,15 +111,35 @@ def checked_plan(plan: Mapping[str, ParameterSharding], where: str) -> dict[str,
     """Returns a copy of the plan, checked, with the compute kernel that TorchRec reserves for plugins."""
     checked = {}
     for table, sharding in plan.items():
-        if sharding.compute_kernel not in _KERNELS:
+        if sharding.compute_kernel not in _CHECKED_KERNELS:
             raise ValueError(
-                f"{where}(table='{table}'): expected compute kernel 'fused', "
+                f"{where}(table='{table}'): expected compute kernel {', '.join(map(repr, _KERNELS))}, "
                 f"got '{sharding.compute_kernel}'. "
                 "In a plan written by hand, set it: row_wise(compute_kernel='fused')."
             )
         checked[table] = copy.copy(sharding)
         checked[table].compute_kernel = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
     return checked
+
+
+def planned_storage(
+    kernel: str, load_factor: object, num_embeddings: int, where: str
+) -> HostMemory | None:
+    """Returns the storage that a plan's compute kernel stands for on a GPU; None: the device's own memory.
+
+    `load_factor` is that of the plan's `cache_params`, else of `fused_params`; None: FBGEMM's default.
+    """
+    if kernel == IN_HOST_MEMORY:
+        return HostMemory(1)  # the smallest cache: FBGEMM has none
+    if kernel != CACHED_ON_DEVICE:
+        return None
+    given = _DEFAULT_LOAD_FACTOR if load_factor is None else load_factor
+    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= 1:
+        raise ValueError(
+            f"{where}: expected a load factor of its cache from 0 to 1, got {given!r}. Set "
+            "CacheParams(load_factor=...) in the plan or the table's ParameterConstraints."
+        )
+    return HostMemory(max(1, math.ceil(given * num_embeddings)))
 
 
 def table_layouts(
