@@ -1,4 +1,4 @@
-"""Address ranges of GPUs, and memory of the host, on a driver without a GPU (tests/support/mock_driver.cpp)."""
+"""Address ranges of GPUs, and memory of the host for them, on a driver without a GPU (mock_driver.cpp)."""
 
 import ctypes
 import os
