@@ -38,6 +38,7 @@ struct CachedBatch {
     TORCHREC_DYN_CHECK(cache_layout.dim() == 2 && cache_layout.size(1) == 3, op,
                        ": expected cache_layout of shape [C, 3], got ", cache_layout.dim(), " dimensions.");
     const int64_t tables = table_offsets.numel() - 1;
+    TORCHREC_DYN_CHECK(tables >= 0, op, ": expected at least one of table_offsets, got none.");
     check_table_offsets(op, table_offsets, tables, rows.numel());
     check_size(op, "the tensors of caches", count() * static_cast<int64_t>(kCacheTensors),
                static_cast<int64_t>(caches.size()));
@@ -96,7 +97,10 @@ struct CacheRowsCall {
       TORCHREC_DYN_CHECK(cache.base <= capacity && cache.frames <= capacity - cache.base, kOp, ": expected ",
                          cache.frames, " frames from row ", cache.base, " on, got room for ", capacity, " rows.");
     }
-    SeparateMemory().writes(batch.caches).reads(batch.rows).check(kOp, &tables->written);
+    SeparateMemory()
+        .writes(batch.caches)
+        .reads(batch.rows, batch.table_offsets, batch.cache_layout)
+        .check(kOp, &tables->written);
     return all;
   }
 };

@@ -98,7 +98,7 @@ Tensor row_places(const RowPlacesCall& given) {
   DeviceCall call(given.batch.rows);
   Tensor places = new_device_tensor({n});
   const RowCaches all{call.copy_of(caches), given.batch.count()};
-  simt::launch(call.stream(), caches.empty() ? 0 : n,
+  simt::launch(call.stream(), n,
                WritePlaces{all, const_data<int64_t>(given.batch.rows), mutable_data<int64_t>(places)});
   call.finish();
   return places;

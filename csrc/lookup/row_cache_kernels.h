@@ -328,10 +328,11 @@ struct WritePlaces {
   int64_t* places;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t row = places[i] = rows[i];
+    if (all.count == 0) return;
     const RowCache& cache = all.of_row(i);
-    const int64_t row = rows[i];
     const int64_t frame = cache.has_position(i) && cache.has_row(row) ? cache.frame_of(row) : -1;
-    places[i] = frame < 0 ? row : cache.base + frame;
+    if (frame >= 0) places[i] = cache.base + frame;
   }
 };
 

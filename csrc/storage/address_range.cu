@@ -124,8 +124,6 @@ class GpuRange : public AddressRange {
 
  protected:
   GpuRange(int32_t device, FindStream find_stream) : device_(device), context_(device), find_stream_(find_stream) {
-    const CurrentContext current(context_);
-    current.check();
     check_driver(driver().cuDeviceGetCount(&devices_), "cuDeviceGetCount");
   }
 

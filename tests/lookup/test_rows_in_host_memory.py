@@ -261,6 +261,20 @@ def test_forwards_stay_open_while_their_rows_leave_the_frames(device):
         twins.compare()
 
 
+def test_gradients_of_weights_read_rows_where_they_are(device):
+    twins, draw = Twins(device, 8, kind="weighted"), torch.Generator().manual_seed(9)
+    for _ in range(8):
+        batches = twins.batch(skewed(draw, 16, 40))
+        for batch in batches:
+            batch.weights().requires_grad_()
+        outputs = [one(sent) for one, sent in zip(twins.both, batches, strict=True)]
+        twins.forward(range(20, 28))  # takes all frames
+        grads = [run_lookups_backward(output) for output in outputs]
+        for here, there in zip(*grads, strict=True):
+            assert here.any() and torch.equal(here, there.cpu())
+    assert min(twins.copied()) > 0
+
+
 def test_evaluation_reads_rows_where_they_are(device):
     twins = Twins(device, 8)
     twins.train(*range(40))

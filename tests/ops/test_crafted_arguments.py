@@ -8,7 +8,17 @@ import pytest
 import torch
 from another_process import call
 from device_ops import DESCRIPTIONS
-from op_samples import I64, SAMPLES, blocks, filled_slots, pool_sample, pooled, update, whole
+from op_samples import (
+    I64,
+    ON_DEVICES_ONLY,
+    SAMPLES,
+    blocks,
+    filled_slots,
+    pool_sample,
+    pooled,
+    update,
+    whole,
+)
 from raw_maps import WHOLE
 from table_cases import ids_of
 from update_rules import NUMBERS, hyper_of
@@ -83,15 +93,21 @@ HARMLESS = {
     ("weights_grad_prepared", "rows", "size"),
     *(("find_and_pool", "ids", how) for how in ("size", "nothing")),  # the result says so
     ("find_and_pool", "lengths", "dtype"),  # int32 or int64
+    *((op, "caches", "nothing") for op in ON_DEVICES_ONLY),  # a table without rows
     *((op, "tables", "strides") for op in SAMPLES if "tables" in SAMPLES[op][0]()),  # one
     ("grow_block", "block", "dtype"),
     *(("raise_errors", "like", how) for how in ("dtype", "strides", "size", "nothing")),
 }
 
 
-@pytest.mark.usefixtures("device")
+def skip_without_kernel(op, device):
+    if device == "cpu" and op in ON_DEVICES_ONLY:
+        pytest.skip("no kernel for the CPU")
+
+
 @pytest.mark.parametrize("op", SAMPLES)
-def test_what_is_wrong_is_an_error_that_says_so(op):
+def test_what_is_wrong_is_an_error_that_says_so(device, op):
+    skip_without_kernel(op, device)
     for argument, how, wrong in arguments(op):
         sample = {**SAMPLES[op][0](), argument: wrong}
         if (op, argument, how) in HARMLESS:
@@ -415,6 +431,7 @@ SHARED = [
 @pytest.mark.parametrize("op", dict.fromkeys(op for op, _, _ in SHARED))
 def test_tensors_that_are_written_share_no_memory(device, op):
     """Rows that lie in the weights were checked before, and changed by, an update."""
+    skip_without_kernel(op, device)
     elsewhere = DESCRIPTIONS if device == "cuda" else ()  # on the CPU, beside tensors of a GPU
     for target, other in [(target, other) for of, target, other in SHARED if of == op]:
         if other not in elsewhere:
@@ -451,6 +468,8 @@ def accepted_without_storage():
     """Returns the cases in which an op takes a tensor whose storage is empty, or a byte short."""
     accepted = []
     for op, name in BROKEN:
+        if op in ON_DEVICES_ONLY:
+            continue
         sample, found = tensors(op)
         tensor, value = found[name].clone(), sample[name]
         sample[name] = [tensor, *value[1:]] if isinstance(value, list) else tensor
@@ -469,9 +488,9 @@ def test_a_storage_holds_its_tensor():
     assert call(accepted_without_storage) == []
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("op", dict.fromkeys(op for op, _ in BROKEN))
-def test_elements_begin_where_they_may(op):
+def test_elements_begin_where_they_may(device, op):
+    skip_without_kernel(op, device)
     for name in [name for of, name in BROKEN if of == op]:
         sample, found = tensors(op)
         tensor = found[name]

@@ -14,6 +14,7 @@ import torch
 from another_process import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mock_device import CUDA, MockDevice
 from score_blocks import read_rows, write_rows
 from table_cases import ids_of
 from workers import WorkerError
@@ -231,6 +232,37 @@ def test_without_memory_a_store_stays_as_it_was():
         r"RowStore: expected \d+ more bytes of memory on cpu, got none; no row has changed\. Free"
     )
     assert re.match(missing, error) and same and grown
+
+
+def limited_host_memory():
+    """Returns (error, whether nothing has changed) of a store in host memory that gets no block."""
+    with MockDevice():
+        store = RowStore(64, 12, torch.float32, CUDA, on_host=True)  # blocks of 1 MiB
+        store.reserve(9000)
+        addresses = [block.data_ptr() for block in store.blocks]
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 5 * MIB, limits[1]))
+        error = ""
+        try:
+            store.reserve(400_000)
+        except MemoryError as raised:
+            error = str(raised)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        kept = [block.data_ptr() for block in store.blocks][: len(addresses)]
+        store.reserve(400_000)
+        return error, kept == addresses and store.blocks[0].data_ptr() == addresses[0]
+
+
+@plain_linux
+@pytest.mark.simt
+def test_without_host_memory_blocks_stay_where_they_are():
+    error, same = call(limited_host_memory)
+    assert error == (
+        "RowStore: expected 1048576 more bytes of host memory for cuda:0, got none; no row has "
+        "changed. Free memory, raise the limit of locked memory, or use smaller tables."
+    )
+    assert same
 
 
 class ScarceMemory:

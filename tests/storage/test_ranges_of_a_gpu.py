@@ -1,4 +1,4 @@
-"""Address ranges of GPUs, on a driver without a GPU (tests/support/mock_driver.cpp)."""
+"""Address ranges of GPUs, and memory of the host for them, on a driver without a GPU (mock_driver.cpp)."""
 
 import ctypes
 import os
@@ -11,13 +11,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 2 << 20
-NO_MEMORY, ILLEGAL_ADDRESS, CAPTURED = 2, 700, 900
+NO_MEMORY, OPERATING_SYSTEM, ILLEGAL_ADDRESS, CAPTURED = 2, 304, 700, 900
 # What a range calls until its first rows have memory, in order.
 CALLS = [
-    *("cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuDeviceGetCount", "cuDeviceCanAccessPeer"),
+    *("cuDevicePrimaryCtxRetain", "cuDeviceGetCount", "cuCtxPushCurrent", "cuDeviceCanAccessPeer"),
     *("cuMemGetAllocationGranularity", "cuMemAddressReserve"),
     *("cuMemCreate", "cuMemMap", "cuMemSetAccess"),
 ]
+# What memory of the host calls, in order.
+HOST_CALLS = [*CALLS[:3], "cuMemHostAlloc"]
 
 
 def cuda_headers():
@@ -72,10 +74,11 @@ class Driver:
         self.before = [0] * 3
         self.before = self.left()
 
-    def new_range(self, bytes_=64 * PAGE, committed=PAGE):
+    def new_range(self, bytes_=64 * PAGE, committed=PAGE, on_host=False):
         begin = ctypes.c_void_p()
         size, first = ctypes.c_int64(bytes_), ctypes.c_int64(committed)
-        return self.library.new_range(size, first, ctypes.byref(begin)).decode(), begin
+        text = self.library.new_range(size, first, ctypes.c_bool(on_host), ctypes.byref(begin))
+        return text.decode(), begin
 
     def extend(self, begin, bytes_):
         return self.library.extend(begin, ctypes.c_int64(bytes_)).decode()
@@ -138,18 +141,54 @@ def test_a_range_that_fails_leaves_nothing_behind(driver, function):
     assert driver.left() == [0, 0, 0]
 
 
-def test_a_range_is_given_back_after_its_kernels(driver):
-    _, begin = driver.new_range()
-    driver.calls()
-    driver.library.give_back(begin)
-    calls = driver.calls()
-    assert calls.index("cudaDeviceSynchronize") < calls.index("cuMemUnmap")
+@pytest.mark.parametrize("function", HOST_CALLS)
+def test_memory_of_the_host_that_fails_leaves_nothing_behind(driver, function):
+    for error, text in ((NO_MEMORY, "no memory"), (ILLEGAL_ADDRESS, f"expected {function} to")):
+        driver.fail(function, error)
+        assert text in driver.new_range(on_host=True)[0]
+        assert driver.left() == [0, 0, 0]
+    driver.fail(function, OPERATING_SYSTEM)  # as a limit of locked memory is told
+    is_limit = function == "cuMemHostAlloc"
+    text = "no memory" if is_limit else f"expected {function} to succeed on the GPU, got CUDA error"
+    assert text in driver.new_range(on_host=True)[0]
     assert driver.left() == [0, 0, 0]
 
 
-def test_a_range_that_is_dropped_in_a_capture_waits_for_its_end(driver):
+@pytest.mark.parametrize("bytes_", [1, PAGE - 1, 9 * PAGE])
+def test_memory_of_the_host_is_there_at_once(driver, bytes_):
+    """It grows in place to its end, by no call."""
+    driver.calls()
+    text, begin = driver.new_range(bytes_, 1, on_host=True)
+    assert text == ""
+    calls = driver.calls()
+    assert [call for call in calls if call != "cuCtxPopCurrent"] == HOST_CALLS
+    ctypes.memset(begin, 7, bytes_)
+    assert driver.extend(begin, bytes_) == "" and driver.calls() == []
+    assert ctypes.string_at(begin, bytes_) == b"\7" * bytes_
+    driver.library.give_back(begin)
+    assert driver.left() == [1, 0, 1] and driver.calls() == []
+    driver.library.give_back(begin)
+    assert driver.left() == [0, 0, 0]
+
+
+KINDS = {False: "cuMemUnmap", True: "cuMemFreeHost"}  # on_host: what gives the memory back
+both_kinds = pytest.mark.parametrize("on_host", KINDS)
+
+
+@both_kinds
+def test_a_range_is_given_back_after_its_kernels(driver, on_host):
+    _, begin = driver.new_range(on_host=on_host)
+    driver.calls()
+    driver.library.give_back(begin)
+    calls = driver.calls()
+    assert calls.index("cudaDeviceSynchronize") < calls.index(KINDS[on_host])
+    assert driver.left() == [0, 0, 0]
+
+
+@both_kinds
+def test_a_range_that_is_dropped_in_a_capture_waits_for_its_end(driver, on_host):
     """To wait for the GPU would end the capture, whichever thread asks."""
-    _, begin = driver.new_range()
+    _, begin = driver.new_range(on_host=on_host)
     before = driver.left()
     driver.on_stream(7, is_captured=True)
     driver.library.give_back(begin)
@@ -163,8 +202,9 @@ def test_a_range_that_is_dropped_in_a_capture_waits_for_its_end(driver):
     assert driver.left() == [0, 0, 0]
 
 
-def test_a_range_waits_for_a_capture_that_only_the_driver_knows(driver):
-    _, begin = driver.new_range()
+@both_kinds
+def test_a_range_waits_for_a_capture_that_only_the_driver_knows(driver, on_host):
+    _, begin = driver.new_range(on_host=on_host)
     before = driver.left()
     driver.fail("cudaDeviceSynchronize", CAPTURED)
     driver.library.give_back(begin)
@@ -174,16 +214,17 @@ def test_a_range_waits_for_a_capture_that_only_the_driver_knows(driver):
     assert driver.left() == [0, 0, 0]
 
 
+@both_kinds
 @pytest.mark.parametrize("function", ["cudaDeviceSynchronize", "cuCtxPushCurrent"])
-def test_a_lost_gpu_is_asked_for_nothing_more(driver, function):
+def test_a_lost_gpu_is_asked_for_nothing_more(driver, function, on_host):
     """After a kernel's error, after a fork, at the end of a process."""
-    _, begin = driver.new_range()
+    _, begin = driver.new_range(on_host=on_host)
     driver.calls()
     driver.fail(function, ILLEGAL_ADDRESS)
     driver.library.give_back(begin)
     driver.fail()
     driver.library.free_left()
-    assert "cuMemUnmap" not in driver.calls()
+    assert KINDS[on_host] not in driver.calls()
     assert driver.left()[0] == 0, "contexts"
 
 

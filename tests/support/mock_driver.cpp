@@ -96,6 +96,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
       TORCHREC_DYN_NOTED(cuMemMap),
       TORCHREC_DYN_NOTED(cuMemUnmap),
       TORCHREC_DYN_NOTED(cuMemSetAccess),
+      TORCHREC_DYN_NOTED(cuMemHostAlloc),
+      TORCHREC_DYN_NOTED(cuMemFreeHost),
   };
 #undef TORCHREC_DYN_NOTED
   const auto place = functions.find(name);
@@ -127,10 +129,10 @@ const char* raise_lost_device() {
   return error_of([] { torchrec_dyn::simt::raise_lost_device(); });
 }
 
-const char* new_range(int64_t bytes, int64_t committed, void** begin) {
+const char* new_range(int64_t bytes, int64_t committed, bool on_host, void** begin) {
   return error_of([&] {
-    *begin = torchrec_dyn::GrowingBlocks::shared().add(torchrec_dyn::reserve_cuda_addresses(bytes, 0, &find_stream),
-                                                       committed);
+    const auto reserve = on_host ? &torchrec_dyn::reserve_host_memory : &torchrec_dyn::reserve_cuda_addresses;
+    *begin = torchrec_dyn::GrowingBlocks::shared().add(reserve(bytes, 0, &find_stream), committed);
   });
 }
 

@@ -282,7 +282,8 @@ def draw_grow_block(rng: random.Random) -> Arguments:
     block = numbers_of(rng, (rows, columns), rng.choice(FLOATS))
     if rows and rng.random() < 0.5:
         block = ops.grow_block(block, rows, rng.randint(rows, limit))
-    return {"block": block, "rows": rng.randint(max(1, rows), limit), "limit": limit}
+    longer = rng.randint(max(1, rows), limit)
+    return {"block": block, "rows": longer, "limit": limit, "on_host": rng.random() < 0.5}
 
 
 def draw_init_rows_(rng: random.Random) -> Arguments:

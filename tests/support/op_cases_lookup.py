@@ -26,7 +26,7 @@ from op_cases import (
     whole,
     with_short_last,
 )
-from op_samples import prepared, tables_in
+from op_samples import prepared, prepared_on_a_device, small, tables_in
 from torch import Tensor
 from update_rules import NUMBERS, hyper_of, state_blocks, state_widths
 
@@ -184,6 +184,84 @@ def draw_marks(rng: random.Random, batch: Batch) -> Arguments:
         marks += [torch.tensor(list(rng.randbytes(1 << shift))).byte() for _ in range(count)]
     mark_layout = torch.tensor(layout, dtype=I64).reshape(-1, 4)
     return {"marks": marks, "mark_layout": rng.choice((None, mark_layout))}
+
+
+def draw_cache(rng: random.Random, rows: int, frames: int, call: int) -> list[Tensor]:
+    """Returns the tensors of a cache: as calls leave them, or with any numbers."""
+    if rng.random() < 0.6:
+        return draw_any_cache(rng, rows, frames)
+    used = rng.randint(0, frames)
+    of_rows = rng.sample(range(rows), min(rows, rng.randint(0, used)))
+    in_use = rng.sample(range(used), len(of_rows))
+    places, owners = [0] * rows, [-1] * frames
+    for row, frame in zip(of_rows, in_use, strict=True):
+        places[row], owners[frame] = frame + 1, row
+    free = [frame for frame in range(used) if owners[frame] < 0]
+    count = len(free)
+    rng.shuffle(free)
+    ages = [call - rng.choice((1, 2, 3, 200, 70_000, 2**31)) for _ in range(frames)]
+    signed = [(one + 2**31) % 2**32 - 2**31 for one in ages]
+    free += [0] * (frames - count)
+    return [small(*places), whole(*owners), small(*signed), small(*free), whole(count, used, 0, 0)]
+
+
+def draw_any_cache(rng: random.Random, rows: int, frames: int) -> list[Tensor]:
+    far = rng.choice((0.0, 0.1, 0.5))
+
+    def some(count: int, most: int, wild: tuple[int, ...]) -> list[int]:
+        most = max(1, most)
+        return [
+            rng.choice(wild) if rng.random() < far else rng.randrange(-1, most)
+            for _ in range(count)
+        ]
+
+    small_ends = (-(2**31), 2**31 - 1, -2, frames, frames + 1)
+    ends = (-(2**63), 2**63 - 1, -2, rows, 2**32, frames, frames + 1)
+    return [
+        small(*some(rows, frames + 1, small_ends)),
+        whole(*some(frames, rows, ends)),
+        small(*some(frames, 20, small_ends)),
+        small(*some(frames, frames, small_ends)),
+        whole(*(rng.choice((*ends, 0, rng.randint(0, frames))) for _ in range(4))),
+    ]
+
+
+def draw_cached_batch(rng: random.Random, room: list[int]) -> Arguments:
+    """Returns a batch of tables with room for so many rows, of which some have caches."""
+    caches: list[Tensor] = []
+    lines, rows, offsets = [], [], [0]
+    for table, most in enumerate(room):
+        base = rng.randint(0, most)
+        count, frames = rng.choice((base, rng.randint(0, base))), rng.randint(0, most - base)
+        if rng.random() < 0.7:
+            call = rng.choice((1, 3, 130, 2**31, 2**32 - 1))
+            caches += draw_cache(rng, count, frames, call)
+            lines.append([table, call, base])
+        wild = (-1, -(2**63), 2**63 - 1, base, most)
+        rows += [
+            rng.choice(wild) if rng.random() < 0.1 else rng.randrange(-1, max(1, count))
+            for _ in range(size(rng, 600))
+        ]
+        offsets.append(len(rows))
+    cache_layout = torch.tensor(lines, dtype=I64).reshape(-1, 3)
+    return {
+        "rows": whole(*rows), "table_offsets": whole(*offsets), "caches": caches,
+        "cache_layout": cache_layout,
+    }  # fmt: skip
+
+
+def draw_cache_rows_(rng: random.Random) -> Arguments:
+    given = draw_update_rows_(rng)
+    room = [
+        sum(len(block) for block in given["weights"][first : first + count])
+        for first, count, _, _ in given["layout"].tolist()
+    ]
+    own = {**draw_cached_batch(rng, room), "loads": rng.random() < 0.7}
+    return prepared_on_a_device(given, **own)
+
+
+def draw_row_places(rng: random.Random) -> Arguments:
+    return draw_cached_batch(rng, [rng.randrange(300) for _ in range(rng.randrange(4))])
 
 
 def draw_prepare_tables(rng: random.Random) -> Arguments:

@@ -3,16 +3,23 @@
 import collections
 
 import torch
+from device_ops import is_on_cpu, simt_library
 from update_rules import NUMBERS, hyper_of, state_blocks, state_widths
 
 from torchrec_dyn import ops
 
 __all__ = ["I64", "SAMPLES", "blocks", "empty", "filled_slots", "update", "whole"]
 I64 = torch.int64
+# Ops of tables in host memory, whose rows a GPU has in frames: without a kernel for the CPU.
+ON_DEVICES_ONLY = {"cache_rows_", "row_places"}
 
 
 def whole(*numbers):
     return torch.tensor(numbers, dtype=I64)
+
+
+def small(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def empty(capacity):
@@ -124,6 +131,28 @@ def prepared(given, **more):
     HANDLES.append(ops.prepare_tables(**tables_in(given)))
     own = {name: value for name, value in given.items() if name not in OF_TABLES}
     return {**own, **more, "tables": HANDLES[-1].clone()}
+
+
+def prepared_on_a_device(given, **own):
+    """Returns the arguments of an op of ON_DEVICES_ONLY; where ops are the CPU's, for the simt build's."""
+    prepare = simt_library().prepare_tables.default if is_on_cpu() else ops.prepare_tables
+    HANDLES.append(prepare(**tables_in(given)))
+    return {**own, "tables": HANDLES[-1].clone()}
+
+
+def cached_batch():
+    """Returns a batch of two tables with caches, of three and of two frames, behind four and two rows."""
+    first = [small(0, 1, 0, 2), whole(1, 3, -1), small(5, 6, 0), small(0, 0, 0), whole(0, 2, 0, 0)]
+    second = [small(0, 0), whole(7, 7), small(7, 7), small(7, 7), whole(0, 0, 0, 0)]  # never used
+    return {
+        "rows": whole(0, 3, -1, 2, 1, 1), "table_offsets": whole(0, 4, 6),
+        "caches": [*first, *second], "cache_layout": whole(0, 7, 4, 1, 2**32 - 1, 2).view(2, 3),
+    }  # fmt: skip
+
+
+def cache_sample(optimizer=0, dtype=torch.float32, **changed):
+    given = update(optimizer, dtype=dtype)
+    return prepared_on_a_device(given, **{**cached_batch(), "loads": True, **changed})
 
 
 def pool_prepared_sample(new_index, output=torch.float32, initial_ids=None, **options):
@@ -379,8 +408,8 @@ SAMPLES = {
         },
     ],
     "grow_block": [
-        lambda: {"block": blocks(3)[0], "rows": 5, "limit": 9},
-        lambda: {"block": torch.empty(0, 2, dtype=I64), "rows": 1, "limit": 1},
+        lambda: {"block": blocks(3)[0], "rows": 5, "limit": 9, "on_host": False},
+        lambda: {"block": torch.empty(0, 2, dtype=I64), "rows": 1, "limit": 1, "on_host": True},
     ],
     "init_rows_": [
         lambda kind=kind: {
@@ -406,6 +435,12 @@ SAMPLES = {
             (torch.arange(4.0), I64), (None, torch.int32), (torch.arange(4).half(), I64),
         )
     ],
+    "cache_rows_": [
+        cache_sample,
+        lambda: cache_sample(3, torch.bfloat16, loads=False),
+        lambda: cache_sample(caches=[], cache_layout=torch.empty(0, 3, dtype=I64)),
+    ],
+    "row_places": [cached_batch],
     "gather_pool": [
         lambda: pool_sample(pooled()),
         lambda: pool_sample(pooled(torch.bfloat16, weighted=True), dtype=torch.float16),

@@ -7,10 +7,10 @@
 
 namespace torchrec_dyn::ptx {
 
-// Of virtual memory, and of the context that it needs (virtual_memory.cpp); null for every other name.
+// Of virtual memory, of memory of the host, and of the context that both need (virtual_memory.cpp); null for every other name.
 void* driver_function(const std::string& name);
 
-// What was not given back, in numbers. Mapped memory counts as a piece.
+// What was not given back, in numbers. Mapped memory, and memory of the host, counts as a piece.
 struct Held {
   int64_t contexts, ranges, pieces;
 };

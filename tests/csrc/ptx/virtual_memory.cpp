@@ -1,6 +1,7 @@
 // The driver's virtual memory by mmap, for the address ranges of csrc/storage/address_range.cu. Addresses are reserved,
-// pieces of memory are made, mapped there and opened; a touch of what is not open is a fault. A call that the driver's
-// documentation does not allow is reported and returns its error.
+// pieces of memory are made, mapped there and opened; a touch of what is not open is a fault. And memory of the host,
+// which is one piece, and a fault once it is freed. A call that the driver's documentation does not allow is reported and
+// returns its error.
 #include <cuda.h>
 #include <sys/mman.h>
 
@@ -27,6 +28,7 @@ std::mutex memory_lock;
 std::map<CUdeviceptr, size_t> ranges;                   // reserved addresses, by their begin
 std::map<CUmemGenericAllocationHandle, size_t> pieces;  // memory with a handle
 std::map<CUdeviceptr, size_t> mappings;                 // by their begin
+std::map<void*, size_t> host_pieces;                    // memory of the host, by its begin
 CUmemGenericAllocationHandle next_piece = 1;
 
 CUresult refused(const char* function, const char* rule, CUresult error = CUDA_ERROR_INVALID_VALUE) {
@@ -207,6 +209,31 @@ CUresult set_access(CUdeviceptr begin, size_t bytes, const CUmemAccessDesc* desc
   return failed != 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
 
+// ---- memory of the host
+
+CUresult allocate_host(void** begin, size_t bytes, unsigned flags) {
+  if (pushed == 0) return refused("cuMemHostAlloc", "a current context", CUDA_ERROR_INVALID_CONTEXT);
+  // Of other contexts, too: blocks of a table that two GPUs reach.
+  if (bytes == 0 || flags != CU_MEMHOSTALLOC_PORTABLE) return refused("cuMemHostAlloc", "bytes for all contexts");
+  if (bytes > kMostMemory) return CUDA_ERROR_OUT_OF_MEMORY;
+  void* taken = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (taken == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  const std::lock_guard<std::mutex> hold(memory_lock);
+  *begin = taken;
+  host_pieces[taken] = bytes;
+  return CUDA_SUCCESS;
+}
+
+CUresult free_host(void* begin) {
+  if (pushed == 0) return refused("cuMemFreeHost", "a current context", CUDA_ERROR_INVALID_CONTEXT);
+  const std::lock_guard<std::mutex> hold(memory_lock);
+  const auto piece = host_pieces.find(begin);
+  if (piece == host_pieces.end()) return refused("cuMemFreeHost", "memory of the host that was not freed");
+  munmap(begin, piece->second);
+  host_pieces.erase(piece);
+  return CUDA_SUCCESS;
+}
+
 // The type of the driver's function is checked here.
 template <typename Function>
 void* entry(Function* emulated, Function* /*of the driver*/) {
@@ -237,6 +264,8 @@ void* driver_function(const std::string& name) {
       TORCHREC_DYN_ENTRY(cuMemMap, map),
       TORCHREC_DYN_ENTRY(cuMemUnmap, unmap),
       TORCHREC_DYN_ENTRY(cuMemSetAccess, set_access),
+      TORCHREC_DYN_ENTRY(cuMemHostAlloc, allocate_host),
+      TORCHREC_DYN_ENTRY(cuMemFreeHost, free_host),
   };
 #undef TORCHREC_DYN_ENTRY
   const auto found = functions->find(name);
@@ -245,7 +274,7 @@ void* driver_function(const std::string& name) {
 
 Held held() {
   const std::lock_guard<std::mutex> hold(memory_lock);
-  return {retained, static_cast<int64_t>(ranges.size()), static_cast<int64_t>(pieces.size() + mappings.size())};
+  return {retained, static_cast<int64_t>(ranges.size()), static_cast<int64_t>(pieces.size() + mappings.size() + host_pieces.size())};
 }
 
 }  // namespace torchrec_dyn::ptx
