@@ -38,8 +38,7 @@ struct LowestRowsCall {
     kept.check(kOp, *tables);
     const bool is_there = like.is_cpu() == tables->device.is_cpu() &&
                           (like.is_cpu() || like.get_device_index() == tables->device.index());
-    TORCHREC_DYN_CHECK(is_there, kOp,
-                       ": expected like on the device of the tables, got a tensor of another one.");
+    TORCHREC_DYN_CHECK(is_there, kOp, ": expected like on the device of the tables, got a tensor of another one.");
     check_tensor(kOp, "questions", questions, ScalarType::Long);
     const int64_t asked = questions.numel() / 5;
     check_size(kOp, "the elements of questions", 5 * asked, questions.numel());
