@@ -1,11 +1,14 @@
 """The GPUs of the mock device, and which of them is the current one: "cuda" means it, as in torch."""
 
+import os
 import threading
 from typing import NamedTuple
 
 import torch
 
-CUDA, OTHER_GPU = torch.device("cuda:0"), torch.device("cuda:1")
+CUDA = OTHER_GPU = torch.device("cuda:0")
+if not os.environ.get("TORCHREC_DYN_REAL_DEVICE") or torch.cuda.device_count() > 1:
+    OTHER_GPU = torch.device("cuda:1")
 
 
 class _Current(threading.local):

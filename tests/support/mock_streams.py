@@ -112,6 +112,7 @@ class Streams:
         self._use(op, given, stream, place)
         for gpu in gpus[1:]:
             self.current(gpu).wait_stream(stream)
+            self.current(gpu).seen[self.current(gpu)] = next(self._work)
 
     def _use(self, op: Any, given: dict[str, Any], stream: Stream, place: Any) -> None:
         written = set()
