@@ -1,4 +1,4 @@
-"""Tables on mock GPUs, two of one model, are saved and loaded as tables of the CPU: the same bytes, in chunks."""
+"""Tables of a model on two mock GPUs are saved and loaded as those of the CPU: the same bytes, in chunks."""
 
 import copy
 import hashlib
@@ -23,7 +23,7 @@ SPREAD = 2**58 + 1  # ids of both signs
 
 @pytest.fixture(scope="module")
 def first_twins():
-    """Returns the device, a trained model on the CPU, and its twin on the device: a collection on each GPU."""
+    """Returns the device, a trained model on the CPU, and its twin, with a collection on each GPU."""
     with MockDevice() as device:
         here = Model("ADAMW")
         train(here, "cpu", range(3))

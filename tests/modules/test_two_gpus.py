@@ -57,7 +57,7 @@ def on_two_gpus(model):
 
 
 def train(model, steps):
-    """Returns norms of the gradients of training steps, each with new ids; from the third on rows are evicted."""
+    """Returns norms of the gradients of training steps; each has new ids, and the last ones evict."""
     norms = []
     optimizers = [one.fused_optimizer for one in model.children()]
     for step in steps:
