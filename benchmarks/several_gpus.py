@@ -39,8 +39,10 @@ from checkpoint_cases import (  # noqa: E402
     optimizer_of,
     quietly,
     same_bits,
+    tables_of,
     train,
 )
+from life_cases import COUNTS  # noqa: E402
 from parts.devices import backend_for, missing_for_cuda  # noqa: E402
 from sharded_cases import POOLED, SEQUENCE, SPREAD_ROWS, Case  # noqa: E402
 from sharded_training import collection_of, shard  # noqa: E402
@@ -50,24 +52,28 @@ import torchrec_dyn as dyn  # noqa: E402
 from torchrec_dyn.checkpoint import Checkpoints  # noqa: E402
 
 ROUNDING = 1e-5
-# Each evicts or refuses in tables of FEW rows.
+RECENT = dyn.LeastRecentlyUsed()
+# Each evicts in tables of FEW rows.
 LIVES = (
-    dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed()),
+    dyn.DynamicTableConfig(eviction=RECENT),
     dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed(half_life_steps=2)),
-    dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2)),
-    dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=1)),
-    dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2), eviction=dyn.LeastFrequentlyUsed()),
+    dyn.DynamicTableConfig(eviction=RECENT, admission=dyn.AdmitAfter(2)),
+    dyn.DynamicTableConfig(eviction=(dyn.ExpireAfter(steps=1), RECENT)),
+    dyn.DynamicTableConfig(
+        eviction=dyn.LeastFrequentlyUsed(), admission=dyn.AdmitWithProbability(0.7)
+    ),
 )
-FEW = 60
+FEW = 26
 Results = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Tried(Setup):
-    """As Setup, with tables of these options instead, and ids sent once."""
+class TrialSetup(Setup):
+    """As Setup, with tables of these options instead, ids sent once, and a number of steps."""
 
     lives: tuple[dyn.DynamicTableConfig, ...] = ()
     dedup: bool = False
+    steps: int = 5
 
     def case(self) -> Case:
         """Returns the collection and its plan."""
@@ -77,7 +83,7 @@ class Tried(Setup):
         return case
 
 
-def new(setup: Setup, device: torch.device) -> Any:
+def new(setup: TrialSetup, device: torch.device) -> Any:
     """Returns the sharded model of a setup. Collective."""
     case = setup.case()
     return shard(case, collection_of(case), device=device, init_data_parallel=False)
@@ -94,33 +100,37 @@ def trained(model: Any, setup: Setup, steps: Iterable[int], device: torch.device
 
 
 def rows_of(model: Any, when: str) -> Results:
-    """Returns all that this rank's tables hold."""
-    return {f"{name} {when}": value.cpu() for name, value in held(model).items()}
+    """Returns all that this rank's tables hold, and their counts."""
+    found = {f"{name} {when}": value.cpu() for name, value in held(model).items()}
+    for one in tables_of(model):
+        counts = torch.tensor([one.stats()[name] for name in COUNTS])
+        found[f"counts of {one.name} from {one.first_column} {when}"] = counts
+    return found
 
 
-def turned(setup: Setup) -> Setup:
+def turned(setup: TrialSetup) -> TrialSetup:
     """Returns the setup with the plan of each table given to the next one."""
     return replace(setup, kinds=(*setup.kinds[1:], setup.kinds[0]))
 
 
-def run_plan(setup: Setup, device: torch.device, folder: Path) -> Results:
+def run_plan(setup: TrialSetup, device: torch.device, folder: Path) -> Results:
     """Trains under a plan."""
     model = new(setup, device)
-    return trained(model, setup, range(5), device) | rows_of(model, "after 5 steps")
+    return trained(model, setup, range(setup.steps), device) | rows_of(model, "at the end")
 
 
-def run_reshard(setup: Setup, device: torch.device, folder: Path) -> Results:
+def run_reshard(setup: TrialSetup, device: torch.device, folder: Path) -> Results:
     """Moves all tables between steps."""
     model = new(setup, device)
     results = trained(model, setup, range(3), device)
     plan = {table.name: table.plan for table in turned(setup).case().tables}
     model.sharders[0].reshard(model.module.collection, plan, model._env, model.device)
     results |= rows_of(model, "after a move")
-    trained(model, setup, range(3, 5), device)
-    return results | rows_of(model, "after 5 steps")
+    trained(model, setup, range(3, setup.steps), device)
+    return results | rows_of(model, "at the end")
 
 
-def run_checkpoint(setup: Setup, device: torch.device, folder: Path) -> Results:
+def run_checkpoint(setup: TrialSetup, device: torch.device, folder: Path) -> Results:
     """Saves a full checkpoint and a delta, and restores them under another plan."""
     model = new(setup, device)
     with closing(Checkpoints(folder, full_every=2)) as checkpoints:
@@ -133,10 +143,10 @@ def run_checkpoint(setup: Setup, device: torch.device, folder: Path) -> Results:
         quietly(checkpoints.restore, model, optimizer_of(model))
     results = rows_of(model, "restored")
     trained(model, other, [4], device)
-    return results | rows_of(model, "after 5 steps")
+    return results | rows_of(model, "at the end")
 
 
-def run_edits(setup: Setup, device: torch.device, folder: Path) -> Results:
+def run_edits(setup: TrialSetup, device: torch.device, folder: Path) -> Results:
     """Reads and edits rows by id, on all ranks together."""
     model, results = new(setup, device), {}
     trained(model, setup, range(3), device)
@@ -153,40 +163,40 @@ def run_edits(setup: Setup, device: torch.device, folder: Path) -> Results:
 
 
 @dataclass(frozen=True)
-class Tryout:
+class Trial:
     """A case: a setup, what is done with it, and whether its outputs are sums of parts of ranks."""
 
-    setup: Tried
-    run: Callable[[Setup, torch.device, Path], Results] = run_plan
+    setup: TrialSetup
+    run: Callable[[TrialSetup, torch.device, Path], Results] = run_plan
     adds_outputs: bool = False
 
 
-def tryouts(world: int) -> dict[str, Tryout]:
+def trials(world: int) -> dict[str, Trial]:
     """Returns all cases for a number of ranks."""
     LOCAL_SIZES[world] = local_size(world)
     found = {
-        f"pooled {kind}": Tryout(Tried(world, (kind,)), adds_outputs=kind in SPREAD_ROWS)
+        f"pooled {kind}": Trial(TrialSetup(world, (kind,)), adds_outputs=kind in SPREAD_ROWS)
         for kind in POOLED
     }
-    found |= {f"sequences {kind}": Tryout(Tried(world, (kind,), False)) for kind in SEQUENCE}
+    found |= {f"sequences {kind}": Trial(TrialSetup(world, (kind,), False)) for kind in SEQUENCE}
     for optimizer in ("EXACT_ROWWISE_ADAGRAD", "ADAM"):
-        found[f"pooled, all plans, {optimizer}"] = Tryout(
-            Tried(world, tuple(POOLED[::-1]), optimizer=optimizer), adds_outputs=True
+        found[f"pooled, all plans, {optimizer}"] = Trial(
+            TrialSetup(world, tuple(POOLED[::-1]), optimizer=optimizer), adds_outputs=True
         )
-    found["sequences, ids sent once"] = Tryout(Tried(world, SEQUENCE, False, dedup=True))
+    found["sequences, ids sent once"] = Trial(TrialSetup(world, tuple(SEQUENCE), False, dedup=True))
     for kind in ("table_wise", "row_wise", "column_wise"):
-        lives = Tried(world, (kind,), rows=FEW, lives=LIVES)
-        found[f"policies {kind}"] = Tryout(lives, adds_outputs=kind in SPREAD_ROWS)
-    mixed = Tried(world, ("row_wise", "column_wise", "table_wise"))
+        lives = TrialSetup(world, (kind,), rows=FEW, lives=LIVES, steps=15)
+        found[f"policies {kind}"] = Trial(lives, adds_outputs=kind in SPREAD_ROWS)
+    mixed = TrialSetup(world, ("row_wise", "column_wise", "table_wise"))
     few = replace(mixed, rows=FEW, lives=LIVES)
     for name, run in (
         ("reshard", run_reshard),
         ("checkpoint", run_checkpoint),
         ("edits", run_edits),
     ):
-        found[name] = Tryout(mixed, run, True)
-        found[f"{name}, policies"] = Tryout(few, run, True)
-        found[f"{name}, sequences"] = Tryout(replace(mixed, pooled=False), run)
+        found[name] = Trial(mixed, run, True)
+        found[f"{name}, policies"] = Trial(few, run, True)
+        found[f"{name}, sequences"] = Trial(replace(mixed, pooled=False), run)
     return found
 
 
@@ -197,7 +207,7 @@ def local_size(world: int) -> int:
 
 def run_side(names: Mapping[int, str], world: int, device: torch.device, folder: Path) -> None:
     """Runs cases on this rank, and writes their results into a folder of this side. Collective."""
-    every = tryouts(world)
+    every = trials(world)
     for place, name in names.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -217,9 +227,13 @@ def process(rank: int, world: int, kind: str, names: Mapping[int, str], folder: 
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    store, limit = f"file://{folder}/store {min(names)}", timedelta(seconds=60)
-    backend, place = backend_for(device), {"rank": rank, "world_size": world}
-    dist.init_process_group(backend, init_method=store, timeout=limit, **place)
+    dist.init_process_group(
+        backend_for(device),
+        init_method=f"file://{folder}/store {min(names)}",
+        timeout=timedelta(seconds=60),
+        rank=rank,
+        world_size=world,
+    )
     run_side(names, world, device, folder)
     dist.destroy_process_group()
 
@@ -240,7 +254,7 @@ def run_processes(names: Sequence[str], world: int, kind: str, folder: Path) -> 
                 break
 
 
-def difference(tryout: Tryout, got: Results, expected: Results) -> tuple[str, float]:
+def difference(trial: Trial, got: Results, expected: Results) -> tuple[str, float]:
     """Returns the first name of a tensor that differs too much, "" if none does; and the largest rounding."""
     largest = 0.0
     for name in sorted(got.keys() | expected.keys()):
@@ -248,7 +262,7 @@ def difference(tryout: Tryout, got: Results, expected: Results) -> tuple[str, fl
             return name, largest
         if same_bits(got[name], expected[name]):
             continue
-        is_sum = tryout.adds_outputs and name.startswith("output")
+        is_sum = trial.adds_outputs and name.startswith("output")
         apart = (got[name].double() - expected[name].double()).abs()
         if not is_sum or bool((apart > ROUNDING * (1 + expected[name].double().abs())).any()):
             return name, largest
@@ -258,7 +272,7 @@ def difference(tryout: Tryout, got: Results, expected: Results) -> tuple[str, fl
 
 def compare(names: Sequence[str], world: int, got: Path, expected: Path) -> int:
     """Prints a line for each case; returns the number of those that differ or have no result."""
-    every, wrong = tryouts(world), 0
+    every, wrong = trials(world), 0
     for place, name in enumerate(names):
         said, rounding = "", 0.0
         for rank in range(world):
@@ -296,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 0
     missing = missing_for_cuda(world) if arguments.device == "cuda" else ""
-    names = [name for name in tryouts(world) if any(part in name for part in arguments.only)]
+    names = [name for name in trials(world) if any(part in name for part in arguments.only)]
     if missing or not names or world < 2:
         said = missing or (
             f"--world of at least 2, got {world}" if world < 2 else "names of cases, got none"
