@@ -281,7 +281,7 @@ class MockDevice(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = HOST
         made = func(*args, **kwargs)
-        is_awaited = moves and not kwargs.get("non_blocking")
+        is_awaited = (moves or func is torch.tensor) and not kwargs.get("non_blocking")
         return self.of(made.detach(), is_awaited, gpu).requires_grad_(made.requires_grad)
 
     def run(self, func, args, kwargs):
