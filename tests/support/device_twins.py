@@ -49,7 +49,10 @@ class DeviceTwins:
         ids = ids_of(*(number for of_table in lists for number in of_table))
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
         found = []
-        for tables, sent in ((self.tables, ids), (self.twins, self.device.of(ids.clone(), gpu=OTHER_GPU))):
+        for tables, sent in (
+            (self.tables, ids),
+            (self.twins, self.device.of(ids.clone(), gpu=OTHER_GPU)),
+        ):
             twice = torch.full_like(sent, 2) if times else None
             try:
                 output = take_step_of(tables, sent, offsets, twice)
