@@ -65,6 +65,7 @@ LIVES = (
 )
 FEW = 26
 Results = dict[str, torch.Tensor]
+Run = Callable[["TrialSetup", torch.device, Path], Results]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class TrialSetup(Setup):
     lives: tuple[dyn.DynamicTableConfig, ...] = ()
     dedup: bool = False
     steps: int = 5
+
+    @property
+    def adds_outputs(self) -> bool:
+        """True if outputs are sums of parts of several ranks."""
+        return self.pooled and not {*self.kinds}.isdisjoint(SPREAD_ROWS)
 
     def case(self) -> Case:
         """Returns the collection and its plan."""
@@ -91,7 +97,7 @@ def new(setup: TrialSetup, device: torch.device) -> Any:
 
 def trained(model: Any, setup: Setup, steps: Iterable[int], device: torch.device) -> Results:
     """Trains a model; returns this rank's outputs."""
-    outputs, steps = train(model, setup, steps, device), list(steps)
+    outputs, steps = train(model, setup, steps, str(device)), list(steps)
     names = sorted(setup.case().features()) * len(steps)
     return {
         f"output {n} of {name}": one.cpu()
@@ -162,41 +168,31 @@ def run_edits(setup: TrialSetup, device: torch.device, folder: Path) -> Results:
     return results | rows_of(model, "after edits")
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A case: a setup, what is done with it, and whether its outputs are sums of parts of ranks."""
-
-    setup: TrialSetup
-    run: Callable[[TrialSetup, torch.device, Path], Results] = run_plan
-    adds_outputs: bool = False
-
-
-def trials(world: int) -> dict[str, Trial]:
-    """Returns all cases for a number of ranks."""
+def trials(world: int) -> dict[str, tuple[TrialSetup, Run]]:
+    """Returns all cases for a number of ranks: setups, and what is done with them."""
     LOCAL_SIZES[world] = local_size(world)
-    found = {
-        f"pooled {kind}": Trial(TrialSetup(world, (kind,)), adds_outputs=kind in SPREAD_ROWS)
-        for kind in POOLED
-    }
-    found |= {f"sequences {kind}": Trial(TrialSetup(world, (kind,), False)) for kind in SEQUENCE}
+
+    def setup(*kinds: str, **options: Any) -> TrialSetup:
+        return TrialSetup(world, kinds, **options)
+
+    plans = {f"pooled {kind}": setup(kind) for kind in POOLED}
+    plans |= {f"sequences {kind}": setup(kind, pooled=False) for kind in SEQUENCE}
     for optimizer in ("EXACT_ROWWISE_ADAGRAD", "ADAM"):
-        found[f"pooled, all plans, {optimizer}"] = Trial(
-            TrialSetup(world, tuple(POOLED[::-1]), optimizer=optimizer), adds_outputs=True
-        )
-    found["sequences, ids sent once"] = Trial(TrialSetup(world, tuple(SEQUENCE), False, dedup=True))
-    for kind in ("table_wise", "row_wise", "column_wise"):
-        lives = TrialSetup(world, (kind,), rows=FEW, lives=LIVES, steps=15)
-        found[f"policies {kind}"] = Trial(lives, adds_outputs=kind in SPREAD_ROWS)
-    mixed = TrialSetup(world, ("row_wise", "column_wise", "table_wise"))
-    few = replace(mixed, rows=FEW, lives=LIVES)
+        plans[f"pooled, all plans, {optimizer}"] = setup(*POOLED[::-1], optimizer=optimizer)
+    plans["sequences, ids sent once"] = setup(*SEQUENCE, pooled=False, dedup=True)
+    for kind in SEQUENCE:
+        plans[f"policies {kind}"] = setup(kind, rows=FEW, lives=LIVES, steps=15)
+    found: dict[str, tuple[TrialSetup, Run]] = {
+        name: (one, run_plan) for name, one in plans.items()
+    }
     for name, run in (
         ("reshard", run_reshard),
         ("checkpoint", run_checkpoint),
         ("edits", run_edits),
     ):
-        found[name] = Trial(mixed, run, True)
-        found[f"{name}, policies"] = Trial(few, run, True)
-        found[f"{name}, sequences"] = Trial(replace(mixed, pooled=False), run)
+        found[name] = setup(*SEQUENCE), run
+        found[f"{name}, policies"] = setup(*SEQUENCE, rows=FEW, lives=LIVES), run
+        found[f"{name}, sequences"] = setup(*SEQUENCE, pooled=False), run
     return found
 
 
@@ -211,7 +207,8 @@ def run_side(names: Mapping[int, str], world: int, device: torch.device, folder:
     for place, name in names.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            results = every[name].run(every[name].setup, device, folder / f"checkpoints of {place}")
+            setup, run = every[name]
+            results = run(setup, device, folder / f"checkpoints of {place}")
         torch.save(results, folder / f"{place}.{dist.get_rank()}")
 
 
@@ -254,7 +251,7 @@ def run_processes(names: Sequence[str], world: int, kind: str, folder: Path) -> 
                 break
 
 
-def difference(trial: Trial, got: Results, expected: Results) -> tuple[str, float]:
+def difference(setup: TrialSetup, got: Results, expected: Results) -> tuple[str, float]:
     """Returns the first name of a tensor that differs too much, "" if none does; and the largest rounding."""
     largest = 0.0
     for name in sorted(got.keys() | expected.keys()):
@@ -262,7 +259,7 @@ def difference(trial: Trial, got: Results, expected: Results) -> tuple[str, floa
             return name, largest
         if same_bits(got[name], expected[name]):
             continue
-        is_sum = trial.adds_outputs and name.startswith("output")
+        is_sum = setup.adds_outputs and name.startswith("output")
         apart = (got[name].double() - expected[name].double()).abs()
         if not is_sum or bool((apart > ROUNDING * (1 + expected[name].double().abs())).any()):
             return name, largest
@@ -280,7 +277,7 @@ def compare(names: Sequence[str], world: int, got: Path, expected: Path) -> int:
             if not all(file.exists() for file in files):
                 said = said or f"no result of rank {rank}"
                 continue
-            differs, apart = difference(every[name], *(torch.load(file) for file in files))
+            differs, apart = difference(every[name][0], *(torch.load(file) for file in files))
             said = said or (differs and f"rank {rank} differs in {differs}")
             rounding = max(rounding, apart)
         wrong += bool(said)
