@@ -38,10 +38,19 @@ inline bool find_current_stream(int32_t, void** stream) {
   return true;
 }
 
+// Tensors do not show their GPU here, so that memory of a GPU is taken inside of a call on it is checked by counting.
 class ChosenDevice {
  public:
-  explicit ChosenDevice(const Tensor&) {}
+  explicit ChosenDevice(const Tensor&) { ++count(); }
+  ChosenDevice(const ChosenDevice&) = delete;
+  ChosenDevice& operator=(const ChosenDevice&) = delete;
+  ~ChosenDevice() { --count(); }
   void* stream() const { return nullptr; }
+
+  static int& count() {  // of this thread
+    static thread_local int count = 0;
+    return count;
+  }
 };
 #else
 constexpr DeviceType kDevice = DeviceType::CUDA;
@@ -154,7 +163,12 @@ class DeviceCall final : public simt::Workspace {
   std::vector<Tensor> allocated_;
 };
 
+// Inside of a DeviceCall: torch takes the memory on its current GPU.
 inline Tensor new_device_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type = ScalarType::Long) {
+#if defined(TORCHREC_DYN_SIMT)
+  TORCHREC_DYN_CHECK(ChosenDevice::count() > 0,
+                     "torchrec_dyn: expected the GPU to be chosen before memory is taken, got the one of the caller.");
+#endif
   return new_tensor(shape, type, kDevice, &simt::raise_lost_device);
 }
 

@@ -24,7 +24,13 @@ extern "C" {
 [[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
 // Not 0: as a GPU that runs no more kernels. Tests set it by its name.
 [[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_lost_device{0};
+// The number of the GPU whose tensors the next calls of this thread have: mock_device.py calls it by its name.
+[[gnu::used, gnu::visibility("default")]] inline void torchrec_dyn_choose_gpu(int64_t gpu);
 }
+
+constexpr int64_t kGpus = 2;  // of the mock device
+inline thread_local int64_t chosen_gpu = 0;
+inline void torchrec_dyn_choose_gpu(int64_t gpu) { chosen_gpu = gpu; }
 
 constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
 
@@ -89,10 +95,9 @@ inline const int64_t* HostCopy::wait() {
   return memory_->words.data();
 }
 
-// The simt build is one GPU.
 inline int64_t* error_record() {
-  static int64_t record[kErrorWords] = {};
-  return record;
+  static int64_t records[kGpus][kErrorWords] = {};
+  return records[chosen_gpu];
 }
 
 inline void raise_lost_device() {

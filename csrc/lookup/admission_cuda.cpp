@@ -23,8 +23,8 @@ AdmitResult admit(const AdmitCall& given) {
   Tensor numbers = new_int64(tables * kAdmissionNumbers);
   auto* const number = mutable_data<int64_t>(numbers);
   std::fill(number, number + numbers.numel(), int64_t{0});
-  if (n == 0) return {new_device_tensor({0}), new_device_tensor({0}), new_device_tensor({0}), numbers};
   DeviceCall call(given.new_ids);
+  if (n == 0) return {new_device_tensor({0}), new_device_tensor({0}), new_device_tensor({0}), numbers};
   const std::vector<int64_t> offsets(given.offsets(), given.offsets() + tables + 1);
   const double* const squares = const_data<double>(given.squares);
   AdmittedBatch batch{

@@ -36,8 +36,9 @@ struct LowestRowsCall {
     check_size(kOp, "the number of maps", count, static_cast<int64_t>(tables->maps.size()));
     check_size(kOp, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
     kept.check(kOp, *tables);
-    TORCHREC_DYN_CHECK(like.is_cpu() == tables->device.is_cpu(), kOp,
-                       ": expected like on the device of the tables, got a tensor of another one.");
+    const bool is_there = like.is_cpu() == tables->device.is_cpu() &&
+                          (like.is_cpu() || like.get_device_index() == tables->device.index());
+    TORCHREC_DYN_CHECK(is_there, kOp, ": expected like on the device of the tables, got a tensor of another one.");
     check_tensor(kOp, "questions", questions, ScalarType::Long);
     const int64_t asked = questions.numel() / 5;
     check_size(kOp, "the elements of questions", 5 * asked, questions.numel());

@@ -104,8 +104,8 @@ LowestRows lowest_rows(const LowestRowsCall& given) {
   Tensor offsets = new_int64(asked + 1);
   auto* const offset = mutable_data<int64_t>(offsets);
   std::fill(offset, offset + asked + 1, int64_t{0});
-  if (asked == 0) return {new_device_tensor({0}), new_device_tensor({0}), new_device_tensor({0}), offsets};
   DeviceCall call(given.like);
+  if (asked == 0) return {new_device_tensor({0}), new_device_tensor({0}), new_device_tensor({0}), offsets};
   const LastWrite hidden = hide_scores(call, given.kept, tables);
   uint64_t* const* pointers = call.copy_of(tables.score_blocks);
   auto* const counts = call.zeros<LowestCounts>(asked);
@@ -159,7 +159,8 @@ ChosenRows choose_listed(const ChooseListedCall& given) {
   }
   offset[lists] = 0;
   const int64_t n = begins.back();
-  if (n == 0) return {new_device_tensor({0}), new_device_tensor({0}), offsets, firsts};
+  const auto none = [&] { return new_tensor({0}, ScalarType::Long, tables.device); };
+  if (n == 0) return {none(), none(), offsets, firsts};
   DeviceCall call(given.listed.front());
   const LastWrite hidden = hide_scores(call, given.kept, tables);
   const std::vector<int64_t> nothing(tables.count());

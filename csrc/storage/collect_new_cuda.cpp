@@ -22,8 +22,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   Tensor new_offsets = new_int64(tables + 1);  // as table_offsets, for `insert`
   auto* new_offset = mutable_data<int64_t>(new_offsets);
   std::fill(new_offset, new_offset + tables + 1, int64_t{0});
-  if (count == 0) return {new_device_tensor({0}), new_device_tensor({0}), new_offsets, new_device_tensor({0})};
   DeviceCall call(ids);
+  if (count == 0) return {new_device_tensor({0}), new_device_tensor({0}), new_offsets, new_device_tensor({0})};
   auto* ends = call.allocate_for<int64_t>(tables + 1);
   const int64_t* const device_offsets = call.copy_of(std::vector<int64_t>(offsets, offsets + tables + 1));
   const NewIdsSearch search(

@@ -1,4 +1,4 @@
-"""Tables on a mock GPU are saved and loaded as tables of the CPU: the same bytes, in chunks."""
+"""Tables of a model on two mock GPUs are saved and loaded as those of the CPU: the same bytes, in chunks."""
 
 import copy
 import hashlib
@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from delta_cases import NAMES, Model
 from device_twins import on_host, small_chunks
-from mock_device import CUDA, MockDevice, run_lookups_backward
+from mock_device import CUDA, OTHER_GPU, MockDevice, run_lookups_backward
 from table_cases import same_state
 from torch.utils._pytree import tree_map_only
 from torchrec import KeyedJaggedTensor
@@ -23,11 +23,12 @@ SPREAD = 2**58 + 1  # ids of both signs
 
 @pytest.fixture(scope="module")
 def first_twins():
-    """Returns the device, a trained model on the CPU, and its twin on the device."""
+    """Returns the device, a trained model on the CPU, and its twin, with a collection on each GPU."""
     with MockDevice() as device:
         here = Model("ADAMW")
         train(here, "cpu", range(3))
         there = copy.deepcopy(here).to("cuda")
+        there.sequence.to(OTHER_GPU)
         for model, place in ((here, "cpu"), (there, CUDA)):
             train(model, place, range(3, 5))
         yield device, here, there
@@ -61,7 +62,9 @@ def train(model, place, steps):
             features = KeyedJaggedTensor(
                 [f"f_{name}" for name in names], torch.cat(ids), lengths=torch.tensor(most)
             )
-            run_lookups_backward(collection(features.to(torch.device(place))), seed=step)
+            gpu = OTHER_GPU if collection is model.sequence else CUDA
+            features = features.to(torch.device(place) if place == "cpu" else gpu)
+            run_lookups_backward(collection(features), seed=step)
 
 
 def states(model):

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from device_twins import on_host, small_chunks
 from life_cases import living_table
-from mock_device import CUDA, MockDevice
+from mock_device import CUDA, OTHER_GPU, MockDevice
+from sharded_cases import Case, three_tables
+from sharded_training import collection_of, sharder_of
 from table_cases import same_state
+from torchrec.distributed.types import ShardingEnv
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format import table_config
@@ -159,3 +162,26 @@ def test_rows_trained_before_sharding_are_copied_through_the_host(device, group,
         assert max(read_at_once, default=0) <= 320
         found.append(state_of(*shards))
     assert_same(*found)
+
+
+@pytest.mark.skipif(CUDA == OTHER_GPU, reason="has no two GPUs")
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_collection_stays_on_the_gpu_that_was_current_when_it_was_made(device, group, pooled):
+    """Another thread, which saves or edits tables, has another current GPU."""
+    case = Case(three_tables(["table_wise", "row_wise"], 1, 1), pooled=pooled)
+    env, sharder = ShardingEnv.from_process_group(group), sharder_of(case)
+    plan = {table.name: table.plan for table in case.tables}
+    cuda = torch.device("cuda")
+    with torch.cuda.device(OTHER_GPU):
+        whole = collection_of(case, device=cuda, fused_params=case.fused_params)
+        sharded = sharder.shard(collection_of(case), plan, env, cuda)
+    for one in (whole, sharded, sharder.reshard(sharded, plan, env, cuda)):
+        handle = one.table("t0")
+        handle.assign(torch.arange(3), torch.ones(3, 8))
+        rows, _ = handle.lookup(torch.arange(4))
+        assert handle.device == rows.device == OTHER_GPU and int(rows.sum()) == 24
+        handle.erase(torch.arange(3))
+    with pytest.raises(
+        ValueError, match="expected the device of the collection, cuda:1, got cuda:0"
+    ):
+        sharder.reshard(sharded, plan, env, CUDA)

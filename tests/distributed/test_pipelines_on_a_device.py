@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +14,8 @@ import pytest
 import torch
 import workers
 from life_cases import NOT_OF_THE_STREAM
-from mock_device import CUDA, MockDevice, MockTensor, Note
+from mock_device import CUDA, MockDevice
+from mock_streams import Streams
 from pipeline_model import Clicks, Run, batches, sharded_model
 from pipeline_runs import (
     EXPERIMENTAL,
@@ -32,125 +31,10 @@ from pipeline_runs import (
     train_in_a_loop,
 )
 from sharded_twins import group_for_cuda
-from torch.utils._pytree import tree_flatten
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingEnv
 
 import torchrec_dyn as dyn
-
-
-class Stream:
-    """Stands for a stream of torch.cuda.
-
-    Attributes:
-        seen: for each stream, the number of its last piece of work that this stream has waited for.
-    """
-
-    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
-        self.device, self.seen = CUDA, {self: 0}
-
-    def wait_stream(self, other: Stream) -> None:
-        self._wait(other.seen)
-
-    def wait_event(self, event: Event) -> None:
-        self._wait(event.seen)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        """Does nothing: the read before it, or after it, is noted."""
-
-    def _wait(self, seen: dict[Stream, int]) -> None:
-        for stream, number in seen.items():
-            self.seen[stream] = max(self.seen.get(stream, 0), number)
-
-
-class Event:
-    """Stands for an event of torch.cuda."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.seen: dict[Stream, int] = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.seen = dict((stream or torch.cuda.current_stream()).seen)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or torch.cuda.current_stream()).wait_event(self)
-
-
-class Streams:
-    """The streams of a mock device, as its attribute `streams`.
-
-    Attributes:
-        unordered: uses of tensors that did not wait for the stream that wrote them.
-    """
-
-    def __init__(self) -> None:
-        self.unordered: list[Any] = []
-        self._default, self._of_thread = Stream(), threading.local()
-        self._work = itertools.count(1)
-        self._uses: dict[int, dict[Stream, int]] = {}  # of a memory: by each stream, the last one
-        self._writes: dict[int, tuple[Stream, int]] = {}  # to a memory: the last one
-
-    def current(self, device: Any = None) -> Stream:
-        """Returns the current stream of this thread."""
-        return getattr(self._of_thread, "stream", self._default)
-
-    @contextmanager
-    def on(self, stream: Stream | None) -> Iterator[None]:
-        """Makes a stream the current one, as torch.cuda.stream."""
-        before = self.current()
-        self._of_thread.stream = stream or before
-        try:
-            yield
-        finally:
-            self._of_thread.stream = before
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with ExitStack() as patches:
-            for name, stand_in in (
-                *(("Stream", Stream), ("Event", Event), ("stream", self.on)),
-                *(("current_stream", self.current), ("is_initialized", lambda: True)),
-                ("get_device_capability", lambda device=None: (9, 0)),
-            ):
-                patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-            yield
-
-    def use(self, op: Any, given: dict[str, Any], place: Any) -> None:
-        """Notes an op that uses a tensor before it has waited for the tensor's last write."""
-        stream, written = self.current(), set()
-        for argument in op._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written |= set(_memories(given.get(argument.name)))
-        stream.seen[stream] = number = next(self._work)
-        for memory in _memories(given):
-            before = [self._writes[memory]] if memory in self._writes else []
-            uses = self._uses.setdefault(memory, {})
-            if memory in written:
-                before += uses.items()
-                self._writes[memory] = stream, number
-            if any(stream.seen.get(other, 0) < last for other, last in before):
-                self.unordered.append(Note(op.name(), place()))
-            uses[stream] = number
-
-    def write(self, tensor: Any, is_awaited: bool = False) -> None:
-        """Notes a tensor that an op has made; a view of another tensor changes nothing."""
-        [*memories] = _memories(tensor)
-        for memory in memories:
-            number = 0 if is_awaited else self.current().seen[self.current()]
-            if self._uses.get(memory, {}).get(self.current()) != number or not number:
-                self._writes[memory], self._uses[memory] = (self.current(), number), {}
-
-
-def _memories(value: Any) -> Iterator[int]:
-    """Yields the addresses of the memories of tensors of the device."""
-    for one in tree_flatten(value)[0]:
-        if isinstance(one, MockTensor) and one.numel():
-            yield one.memory.untyped_storage().data_ptr()
 
 
 @dataclass

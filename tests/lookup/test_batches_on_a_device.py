@@ -81,7 +81,8 @@ def test_a_frozen_table_beside_others_costs_no_read(device, counted):
     times, before = ids % 3 + 1 if counted else None, twins.twins[0].stats()["ids_seen"]
     twins.twins[1].is_frozen = True
     device.forget()
-    take_step_of(twins.twins, ids.to(CUDA), bounds, times.to(CUDA) if counted else None)
+    gpu = twins.twins[0].device
+    take_step_of(twins.twins, ids.to(gpu), bounds, times.to(gpu) if counted else None)
     if device.is_mock:
         assert len(device.reads) == 1 + counted and device.mixed == [], device.reads
     seen = int(times[:4].sum()) if counted else 4

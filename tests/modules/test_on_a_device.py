@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from mock_device import CUDA, MockDevice, run_lookups_backward
+from mock_device import CUDA, OTHER_GPU, MockDevice, run_lookups_backward
 from table_cases import without_probes
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
@@ -17,6 +17,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import mark
 from torchrec_dyn.modules import UnshardedTable
 
+GPUS = [CUDA, OTHER_GPU]
 NAMES = ("a", "b", "c")
 SEVERAL = 5  # tables: more than a step has waits
 SPREAD = 2**58 + 1  # ids of both signs
@@ -190,15 +191,16 @@ def assert_same(got, expected, rounds=False):
 
 @pytest.mark.everyday(3)
 @pytest.mark.simt
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.filterwarnings("ignore:.*inverse")
-def test_a_device_trains_as_the_cpu_does(device, name):
+def test_a_device_trains_as_the_cpu_does(device, name, gpu):
     torch.manual_seed(0)
     here = MODULES[name]()
-    there = copy.deepcopy(here).to("cuda")
+    there = copy.deepcopy(here).to(gpu)
     rounds = name == "block" and not device.is_mock
     for varies in (False, name in ("pooled", "two groups")):
-        outputs = train(there, CUDA, varies=varies)
+        outputs = train(there, gpu, varies=varies)
         assert_same(outputs, train(here, "cpu", varies=varies), rounds)
     assert device.mixed == []
     assert_same(states(there), states(here), rounds)
@@ -339,10 +341,12 @@ def test_trained_modules_move_between_devices(device, name):
     train(here, "cpu")
     there = copy.deepcopy(here).to("cuda")
     assert_same(states(there), states(here))
-    back = copy.deepcopy(there).cpu()
-    assert_same(states(back), states(here))
+    back, other = copy.deepcopy(there).cpu(), copy.deepcopy(there).to(OTHER_GPU)
+    for moved in (back, other):
+        assert_same(states(moved), states(here))
+    assert device.mixed == []
     expected = train(here, "cpu"), states(here)
-    for moved, place in ((there, CUDA), (back, "cpu")):
+    for moved, place in ((there, CUDA), (back, "cpu"), (other, OTHER_GPU)):
         assert_same(train(moved, place), expected[0])
         assert_same(states(moved), expected[1])
     loaded = MODULES[name]()
@@ -468,6 +472,13 @@ def test_a_batch_of_another_device_is_an_error(device):
         module(batch(3, "cpu"))
     with pytest.raises(ValueError, match="on cpu, where the rows are, got a tensor on cuda:0"):
         pooled()(batch(3, CUDA))
+    if CUDA != OTHER_GPU:
+        with pytest.raises(
+            ValueError, match="on cuda:0, where the rows are, got a tensor on cuda:1"
+        ):
+            module(batch(3, OTHER_GPU))
+        with pytest.raises(ValueError, match="where the rows are, got a tensor on cuda:0"):
+            module.to(OTHER_GPU)(batch(3, CUDA))
     assert_same(states(module), before)
 
 

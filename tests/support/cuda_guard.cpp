@@ -6,17 +6,19 @@
 
 namespace {
 
+constexpr c10::DeviceIndex GPUS = 2;
 const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
 
-c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
+c10::Stream stream(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, device); }
 
-// One GPU with one stream, whose work is always done.
+// Each GPU has one stream, whose work is always done. Which one is current, only Python asks (mock_device.py).
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::DeviceIndex deviceCount() const noexcept override { return GPUS; }
   c10::Device getDevice() const override { return DEVICE; }
   c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
-  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
-  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  c10::Stream getStream(c10::Device device) const noexcept override { return stream(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return stream(device); }
+  c10::Stream exchangeStream(c10::Stream next) const noexcept override { return stream(next.device()); }
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -29,9 +31,9 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return GPUS; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  int getNumGPUs() const override { return 1; }
+  int getNumGPUs() const override { return GPUS; }
 };
 
 // torch creates its hooks once, before this library is loaded. They have no members, nor have those of a torch with

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 from life_cases import ADMISSIONS, COUNTS, EVICTIONS, living_table
-from mock_device import CUDA
+from mock_device import OTHER_GPU
 from table_cases import ids_of, make_group, same_state
 
 from torchrec_dyn import knobs
@@ -27,7 +27,10 @@ def on_host(state):
 
 
 class DeviceTwins:
-    """Tables of the given lives (life_cases.py), and their twins on a mock device that is entered."""
+    """Tables of the given lives (life_cases.py), and their twins on a mock device that is entered.
+
+    The twins are not on the current GPU, so that what forgets their device is noted.
+    """
 
     def __init__(self, device, *lives, limit=1000, **options):
         def made(where):
@@ -38,7 +41,7 @@ class DeviceTwins:
                 for n, (one, other) in enumerate(lives)
             ]
 
-        self.device, self.tables, self.twins = device, made("cpu"), made("cuda")
+        self.device, self.tables, self.twins = device, made("cpu"), made(OTHER_GPU)
         self.versions = None
 
     def step(self, *lists, times=False):
@@ -46,7 +49,10 @@ class DeviceTwins:
         ids = ids_of(*(number for of_table in lists for number in of_table))
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
         found = []
-        for tables, sent in ((self.tables, ids), (self.twins, self.device.of(ids.clone()))):
+        for tables, sent in (
+            (self.tables, ids),
+            (self.twins, self.device.of(ids.clone(), gpu=OTHER_GPU)),
+        ):
             twice = torch.full_like(sent, 2) if times else None
             try:
                 output = take_step_of(tables, sent, offsets, twice)
@@ -74,8 +80,8 @@ class DeviceTwins:
             two.convert(device="cpu")
             state = one.export_state()
             assert two.device.type == "cpu" and same_state(state, two.export_state())
-            two.convert(device="cuda")
-            assert two.device == CUDA
+            two.convert(device=OTHER_GPU)
+            assert two.device == OTHER_GPU
             one.load_state(state)
             one.load_state(state)
 

@@ -1,4 +1,4 @@
-"""A device for tests of host code without a GPU: its tensors say cuda:0, and their memory is on the CPU.
+"""Two GPUs for tests of host code without one: tensors say cuda:0 or cuda:1, and their memory is on the CPU.
 
     with MockDevice() as device:
         store = RowStore(4, 4, torch.float32, torch.device("cuda:0"))
@@ -25,6 +25,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, leaves_of, mapped, simt_library
+from mock_fbgemm import fbgemm_gradients, select_segments
+from mock_gpus import CUDA, OTHER_GPU, CurrentStream, choose_gpu, exchange_gpu, gpu_of, is_cuda
 from torch.overrides import TorchFunctionMode
 
 from torchrec_dyn import ops
@@ -36,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
 TORCHREC = Path(importlib.util.find_spec("torchrec").origin).parent
 HOST = torch.device("cpu")
-CUDA = torch.device("cuda:0")
 aten = torch.ops.aten
 # The shape of their result depends on the contents of their arguments, or their result is a number of Python.
 READING = {
@@ -79,46 +80,13 @@ def cuda_guard():
 
 
 @functools.cache
-def fbgemm_gradients():
-    """Registers the gradients for CUDA of ops of fbgemm; its libraries for the CPU do not have them."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::permute_pooled_embs_split", "CUDA"):
-        return None
-    kernels = torch.library.Library("fbgemm", "IMPL")
-    kernels.impl("permute_pooled_embs_auto_grad_split", _Permuted.apply, "AutogradCUDA")
-    kernels.impl("batch_index_select_dim0", _select_rows, "AutogradCUDA")
-    return kernels  # kept: they are dropped with it
+def _chooser():
+    """Returns the function of the simt build that chooses the GPU of its next calls; PTX has one GPU."""
+    return getattr(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_choose_gpu", lambda gpu: None)
 
 
-def _select_rows(
-    inputs, indices, input_num_indices, input_rows, input_columns, permute_output_dim_0_1=False
-):
-    """As the op of fbgemm: rows of several matrices that lie in one tensor."""
-    sizes = [rows * columns for rows, columns in zip(input_rows, input_columns, strict=True)]
-    parts = zip(inputs.split(sizes), indices.split(input_num_indices), input_columns, strict=True)
-    selected = [part.view(-1, columns)[places] for part, places, columns in parts]
-    if permute_output_dim_0_1:
-        return torch.cat(selected, 1).flatten()
-    return torch.cat([one.flatten() for one in selected])
-
-
-class _Permuted(torch.autograd.Function):
-    """Pooled embeddings in another order."""
-
-    @staticmethod
-    def forward(ctx, pooled, *order):
-        ctx.order = order
-        return torch.ops.fbgemm.permute_pooled_embs_split(pooled, *order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        widths, places, inverse_widths, inverse_places = ctx.order
-        permute = torch.ops.fbgemm.permute_pooled_embs_split
-        order = inverse_widths, inverse_places, widths, places
-        return permute(grad.contiguous(), *order), None, None, None, None
-
-
-class _Stream:
-    """Stands for torch's current stream."""
+def _run_on(gpu):
+    _chooser()(ctypes.c_int64(gpu.index))
 
 
 class _Event:
@@ -137,17 +105,17 @@ class MockTensor(torch.Tensor):
     """A tensor of the mock device; `memory` is the tensor on the CPU."""
 
     @staticmethod
-    def __new__(cls, memory, device):
+    def __new__(cls, memory, device, gpu):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             memory.shape,
             strides=memory.stride(),
             storage_offset=memory.storage_offset(),
             dtype=memory.dtype,
-            device=CUDA,
+            device=gpu,
         )
 
-    def __init__(self, memory, device):
+    def __init__(self, memory, device, gpu):
         self.memory = memory
         self.notes = device
 
@@ -161,6 +129,8 @@ class MockTensor(torch.Tensor):
 
     def record_stream(self, stream):
         self.notes.recorded.append((self, stream))
+        if getattr(stream, "device", self.device) != self.device:
+            self.notes._note(self.notes.mixed, "record_stream")
 
     def __repr__(self):
         return f"MockTensor({self.memory})"
@@ -185,7 +155,8 @@ class MockDevice(TorchFunctionMode):
         is_mock: False for a GPU in its place (real_device.py), which notes nothing.
         reads: waits of the host for the device, in order.
         order: names of our ops that were called, and "wait" for each of `reads`, in order.
-        mixed: calls with tensors of both devices.
+        mixed: calls with tensors of two devices.
+        between: copies from one GPU to the other.
         without_kernel: calls of our ops that have no kernel for CUDA.
         recorded: tensors and streams of `record_stream`.
     """
@@ -196,7 +167,7 @@ class MockDevice(TorchFunctionMode):
         super().__init__()
         self.streams = streams
         self.reads, self.mixed, self.without_kernel, self.recorded = [], [], [], []
-        self.order = []
+        self.order, self.between = [], []
         self.copies = []  # to the host, under way: the copy, and what it will hold
         simt_library()
         self._waits = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_host_waits")
@@ -208,7 +179,10 @@ class MockDevice(TorchFunctionMode):
         _patches.append(patches)
         for owner, name, replacement in (
             (ops, "has_cuda_kernels", lambda: True),  # the kernels of the simt build
-            (torch.cuda, "set_device", lambda device: None),
+            (torch.cuda, "current_device", lambda: exchange_gpu(-1)),
+            (torch.cuda, "set_device", choose_gpu),
+            (torch.cuda, "_exchange_device", exchange_gpu),  # of torch.cuda.device
+            (torch.cuda, "_maybe_exchange_device", exchange_gpu),
             (torch.autograd, "_engine_run_backward", self._run_backward),
         ):
             patches.enter_context(mock.patch.object(owner, name, replacement))
@@ -216,7 +190,9 @@ class MockDevice(TorchFunctionMode):
             patches.enter_context(self.streams.installed())
         elif torch.cuda.current_stream.__module__ == "torch.cuda":  # not a test's own
             patches.enter_context(
-                mock.patch.object(torch.cuda, "current_stream", lambda device=None: _Stream())
+                mock.patch.object(
+                    torch.cuda, "current_stream", lambda one="cuda": CurrentStream(gpu_of(one))
+                )
             )
         owned = torch.cuda.Event.__module__ != "torch.cuda.streams"  # by a test, or by `streams`
         event = _event_of(self, torch.cuda.Event if owned else _Event)
@@ -233,29 +209,34 @@ class MockDevice(TorchFunctionMode):
         super().__exit__(*error)
         _patches.pop().close()
         cuda_guard()(False)
-        try:  # an error of this device must not be raised by the next test
-            simt_library().raise_errors(torch.empty(0))
-        except RuntimeError:
-            if error[0] is None:
-                raise
+        choose_gpu(CUDA)
+        for gpu in (OTHER_GPU, CUDA):  # an error of this device must not be raised by the next test
+            _run_on(gpu)
+            try:
+                simt_library().raise_errors(torch.empty(0))
+            except RuntimeError:
+                if error[0] is None:
+                    raise
 
     def here(self):
         """Returns a context in which a thread that did not enter the device uses it."""
         return _Reentered(self)
 
-    def of(self, memory, is_awaited=False):
-        """Returns the tensor of this device that has this memory.
+    def of(self, memory, is_awaited=False, gpu=CUDA):
+        """Returns the tensor of a GPU that has this memory.
 
         `is_awaited`: the host has waited for its contents.
         """
-        made = MockTensor(memory, self)
+        made = MockTensor(memory, self, gpu)
         if self.streams is not None:
             self.streams.write(made, is_awaited)
         return made
 
     def forget(self):
-        for notes in (self.reads, self.order, self.mixed, self.without_kernel, self.recorded):
+        for notes in (self.reads, self.order, self.mixed, self.between):
             notes.clear()
+        self.without_kernel.clear()
+        self.recorded.clear()
 
     def finish_copies(self, copies=None):
         """Ends copies to the host, for which the host waits; by default all of them, if there are any."""
@@ -280,23 +261,28 @@ class MockDevice(TorchFunctionMode):
         if is_here and func is torch.Tensor.data_ptr:
             return args[0].memory.data_ptr()
         if is_here and func is torch.Tensor.new_tensor and not kwargs.get("device"):
-            return self.of(args[0].memory.new_tensor(*args[1:], **kwargs))
+            return self.of(args[0].memory.new_tensor(*args[1:], **kwargs), gpu=args[0].device)
         moves = func in (torch.Tensor.to, torch.Tensor.cuda)
-        named = [one for one in args if isinstance(one, torch.device) or (moves and _is_cuda(one))]
-        if not any(map(_is_cuda, [*named, kwargs.get("device")])) and func is not torch.Tensor.cuda:
+        named = [one for one in args if isinstance(one, torch.device) or (moves and is_cuda(one))]
+        if func is torch.Tensor.cuda:
+            given = next(iter(args[1:]), None)
+            named = [torch.device("cuda", given) if isinstance(given, int) else given or "cuda"]
+        gpu = next(filter(None, map(gpu_of, [kwargs.get("device"), *named])), None)
+        if gpu is None:
             return func(*args, **kwargs)
-        if moves and is_here:  # is on its device already; another dtype may be named too
+        if moves and is_here:  # another dtype may be named too
             dtypes = [value for value in args if isinstance(value, torch.dtype)]
             kwargs.pop("device", None)
-            return args[0].to(*dtypes, **kwargs) if dtypes or kwargs else args[0]
+            moved = args[0] if gpu == args[0].device else aten._to_copy(args[0], device=gpu)
+            return moved.to(*dtypes, **kwargs) if dtypes or kwargs else moved
         if func is torch.Tensor.cuda:
-            return self.of(args[0].clone())
-        args = [HOST if _is_cuda(value) else value for value in args]
+            return self.of(args[0].clone(), gpu=gpu)
+        args = [HOST if is_cuda(value) else value for value in args]
         if "device" in kwargs:
             kwargs["device"] = HOST
         made = func(*args, **kwargs)
-        is_awaited = moves and not kwargs.get("non_blocking")
-        return self.of(made.detach(), is_awaited).requires_grad_(made.requires_grad)
+        is_awaited = (moves or func is torch.tensor) and not kwargs.get("non_blocking")
+        return self.of(made.detach(), is_awaited, gpu).requires_grad_(made.requires_grad)
 
     def run(self, func, args, kwargs):
         """Runs an op that has an argument on this device."""
@@ -305,22 +291,29 @@ class MockDevice(TorchFunctionMode):
         ours = func.namespace == "torchrec_dyn"
         if ours:
             self.order.append(name)
-        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in given.items()):
+        gpus = [one.device for one in leaves_of(given) if isinstance(one, MockTensor)]
+        gpu = gpu_of(given.get("device")) or gpus[0]  # of the result
+        if op in COPIES and {gpu, *gpus} == {CUDA, OTHER_GPU}:
+            self._note(self.between, name)
+        elif op not in COPIES and (
+            len(set(gpus)) > 1 or any(_is_elsewhere(ours, *item) for item in given.items())
+        ):
             self._note(self.mixed, name)
         if _is_read(op, given):
             self._note(self.reads, name)
         if self.streams is not None:
-            self.streams.use(func, given, _place)
+            self.streams.use(func, given, list(dict.fromkeys([*gpus[::-1], gpu])), _place)
         memories = {}  # the tensor of each memory: an op in place returns its argument
         args, kwargs = mapped(lambda value: _sent(value, memories), (args, kwargs))
         if ours and op.__name__ in kernels_of("simt"):
             func = getattr(simt_library(), op.__name__).default
+            _run_on(gpu)
         elif ours:
             self._note(self.without_kernel, name)
         if func.namespace == "c10d":  # the memory is on the CPU; NCCL's groups do not send it
             args = [_for_host(value) for value in args]
         if name == "keyed_jagged_index_select_dim1":  # fbgemm has it for CUDA only
-            func = _select_segments
+            func = select_segments
         waits = self._waits.value
         result = func(*args, **kwargs)
         for _ in range(self._waits.value - waits):
@@ -333,17 +326,18 @@ class MockDevice(TorchFunctionMode):
         if ours and name in HOST_RESULTS:
             results = [result] if isinstance(result, torch.Tensor) else list(result)
             for place in {*range(len(results))} - HOST_RESULTS[name]:
-                results[place] = self.of(results[place])
+                results[place] = self.of(results[place], gpu=gpu)
             return results[0] if isinstance(result, torch.Tensor) else tuple(results)
-        return mapped(lambda value: self._tensor(value, memories), result)
+        return mapped(lambda value: self._tensor(value, memories, gpu), result)
 
     def _kernels(self):
         """Returns kernels for CUDA of ops that C++ calls, where this mode does not see them."""
         kernels = torch.library.Library("aten", "IMPL")
 
         def empty(size, **options):
-            options.pop("device", None)
-            return self.of(torch.empty(size, **{k: v for k, v in options.items() if v is not None}))
+            gpu = gpu_of(options.pop("device", "cuda"))
+            given = {name: value for name, value in options.items() if value is not None}
+            return self.of(torch.empty(size, **given), gpu=gpu)
 
         kernels.impl("empty.memory_format", empty, "CUDA", allow_override=True)
         return kernels
@@ -356,10 +350,10 @@ class MockDevice(TorchFunctionMode):
         with torch.autograd.set_multithreading_enabled(False), _Reentered(self):
             return run_backward(*args, **kwargs)
 
-    def _tensor(self, value, memories):
+    def _tensor(self, value, memories, gpu):
         if not isinstance(value, torch.Tensor):
             return value
-        return memories[id(value)] if id(value) in memories else self.of(value)
+        return memories[id(value)] if id(value) in memories else self.of(value, gpu=gpu)
 
     def _note(self, notes, op):
         notes.append(Note(op, _place()))
@@ -377,13 +371,7 @@ def _names_cuda(args, kwargs):
     for one in args:
         if isinstance(one, torch.device) and one.type == "cuda":
             return True
-    return "device" in kwargs and _is_cuda(kwargs["device"])
-
-
-def _is_cuda(value):
-    if isinstance(value, str):
-        return value.startswith("cuda")
-    return isinstance(value, torch.device) and value.type == "cuda"
+    return "device" in kwargs and is_cuda(kwargs["device"])
 
 
 def _is_elsewhere(ours, argument, value):
@@ -400,7 +388,7 @@ def _is_read(op, given):
         masks = [one for one in given["indices"] if one is not None]
         return any(one.dtype in (torch.bool, torch.uint8) for one in masks)
     if op is aten._to_copy:
-        return given.get("device") is not None and not _is_cuda(given["device"])
+        return given.get("device") is not None and not is_cuda(given["device"])
     if op is aten.copy_:
         return not isinstance(given["self"], MockTensor) and not _is_begun(op, given)
     return op in READING and given.get("output_size") is None
@@ -416,9 +404,13 @@ def _event_of(device, base):
     """Returns a class of events that the host may wait for: then copies before the event have ended."""
 
     class Event(base):
-        copies = ()
+        copies, gpu = (), None
 
         def record(self, stream=None):
+            gpu = gpu_of("cuda") if stream is None else stream.device
+            self.gpu = self.gpu or gpu
+            if gpu != self.gpu:
+                raise RuntimeError(f"expected a stream of {self.gpu} for its event, got {gpu}")
             super().record(stream)
             self.copies = list(device.copies)
 
@@ -432,18 +424,7 @@ def _sent(value, memories):
     if isinstance(value, MockTensor):
         memories[id(value.memory)] = value
         return value.memory
-    return HOST if _is_cuda(value) else value
-
-
-def _select_segments(
-    values, lengths, offsets, indices, batch_size, weights=None, selected_lengths_sum=None
-):
-    """As the op of fbgemm, for one key."""
-    assert batch_size == len(lengths)
-    lengths, *selected = torch.ops.fbgemm.permute_1D_sparse_data(
-        indices, lengths, values, weights, selected_lengths_sum
-    )
-    return [selected[0], lengths, *(selected[1:] if weights is not None else [])]
+    return HOST if is_cuda(value) else value
 
 
 def _for_host(value):

@@ -13,8 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-
-CUDA = torch.device("cuda:0")
+from mock_gpus import CUDA, OTHER_GPU
 
 
 class RealDevice:
@@ -26,6 +25,7 @@ class RealDevice:
         self.streams = streams
         self.reads: list[Any] = []
         self.mixed: list[Any] = []
+        self.between: list[Any] = []
         self.without_kernel: list[Any] = []
         self.recorded: list[Any] = []
         self.order: list[Any] = []
@@ -41,15 +41,18 @@ class RealDevice:
     def __exit__(self, *error: object) -> None:
         self._patch.stop()
         torch.cuda.synchronize()
-        try:  # an error of this device must not be raised by the next test
-            torch.ops.torchrec_dyn.raise_errors(torch.empty(0, device=CUDA))
-        except RuntimeError:
-            if error[0] is None:
-                raise
+        for gpu in {CUDA, OTHER_GPU}:  # an error of this device must not be raised by the next test
+            try:
+                torch.ops.torchrec_dyn.raise_errors(torch.empty(0, device=gpu))
+            except RuntimeError:
+                if error[0] is None:
+                    raise
 
-    def of(self, memory: torch.Tensor, is_awaited: bool = False) -> torch.Tensor:
-        """Returns a copy on the GPU."""
-        return memory.to(CUDA)
+    def of(
+        self, memory: torch.Tensor, is_awaited: bool = False, gpu: torch.device = CUDA
+    ) -> torch.Tensor:
+        """Returns a copy on a GPU."""
+        return memory.to(gpu)
 
     def here(self) -> Any:
         """Returns a context for another thread, which needs none."""

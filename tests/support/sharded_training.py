@@ -103,9 +103,10 @@ def sharder_of(case: Case) -> Any:
     return dyn.DynamicEmbeddingCollectionSharder(use_index_dedup=case.dedup, **options)
 
 
-def shard(case: Case, collection: nn.Module) -> Any:
+def shard(case: Case, collection: nn.Module, **options: Any) -> Any:
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
-    return DistributedModelParallel(Holder(collection), plan=plan, sharders=[sharder_of(case)])
+    sharders = [sharder_of(case)]
+    return DistributedModelParallel(Holder(collection), plan=plan, sharders=sharders, **options)
 
 
 def new(case: Case, is_sharded: bool) -> Any:

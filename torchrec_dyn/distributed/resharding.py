@@ -107,6 +107,11 @@ def _described(
     return described
 
 
+def _is_same(device: torch.device, present: torch.device) -> bool:
+    """Returns True if a device may mean the present one: "cuda" may have been another GPU's name then."""
+    return device.type == present.type and device.index in (None, present.index)
+
+
 def _shard_again(
     sharder: Any,
     collection: Any,
@@ -116,15 +121,16 @@ def _shard_again(
 ) -> Any:
     """Returns a collection without rows under another plan, with no forward of the present one open."""
     present = collection._shards.device
-    if device is not None and device.type != present.type:
+    if device is not None and not _is_same(device, present):
         raise ValueError(
-            f"expected the device of the collection, {present.type}, got {device}. Tables move between "
+            f"expected the device of the collection, {present}, got {device}. Tables move between "
             "ranks, not between devices: save the model, and load it where it is sharded on the other device."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first sharding has shown the same warnings
-        place = present if device is None else device
-        made = sharder.shard(collection._shards.unsharded, plan, env, place, collection._module_fqn)
+        made = sharder.shard(
+            collection._shards.unsharded, plan, env, present, collection._module_fqn
+        )
     before, after = collection._shards.optimizers, made._shards.optimizers
     changed = [f"{name}: {after[name]}" for name in plan if after[name] != before[name]]
     if changed:

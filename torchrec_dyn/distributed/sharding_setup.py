@@ -45,6 +45,7 @@ from torchrec_dyn.ranks import (
     table_layouts,
 )
 from torchrec_dyn.sharding import MAX_WIDTH_KEY, OPTIONS_KEY, TableOptions
+from torchrec_dyn.table import present_gpu
 
 
 def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> torch.device:
@@ -77,7 +78,7 @@ def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str
         )
     if isinstance(env.process_group, dist.ProcessGroup):
         host_group(env.process_group)
-    return place
+    return present_gpu(place)
 
 
 # Fields of a plan, from ParameterConstraints, that place rows as PLACEMENT_KEYS of `fused_params` do.

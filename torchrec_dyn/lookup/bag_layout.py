@@ -48,7 +48,9 @@ def contiguous_input(tables: Sequence[TableShard], batch: Batch) -> None:
         setattr(batch, name, numbers.contiguous())
     rows = tables[0].weights
     for tensor in (ids, batch.lengths, batch.offsets, weights):
-        if tensor is not None and tensor.is_cpu != rows.is_cpu:
+        if tensor is None or (tensor.is_cpu and rows.is_cpu):
+            continue
+        if tensor.device != rows.device:
             raise _misfit(
                 tables,
                 f"ids, offsets and weights on {rows.device}, where the rows are, got a tensor on "

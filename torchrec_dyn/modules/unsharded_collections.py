@@ -43,7 +43,7 @@ from torchrec_dyn.modules.wrapper_checks import check_not_made_static
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.storage import host_numbers
-from torchrec_dyn.table import TableShard, set_clocks
+from torchrec_dyn.table import TableShard, present_gpu, set_clocks
 
 _Collection = TypeVar("_Collection", bound="UnshardedCollection")
 
@@ -66,7 +66,7 @@ class UnshardedCollection(FusedOptimizerModule):
         where = type(self).__name__
         check_fused_params(fused_params, where)
         self.fused_params = None if fused_params is None else dict(fused_params)
-        place = torch.device(device if device is not None else "cpu")
+        place = present_gpu(device if device is not None else "cpu")
         options = dynamic_config_by_table(dynamic, [config.name for config in configs], where)
         tables = [
             UnshardedTable(config, options[config.name], self.fused_params, place, where)

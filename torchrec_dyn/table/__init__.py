@@ -8,7 +8,7 @@ A call that fails changes nothing; inputs are checked first (`checks`).
 """
 
 from torchrec_dyn.table.arrays import Room, reserve_tables
-from torchrec_dyn.table.checks import ROW_DTYPES, check_ids, check_rows, check_state
+from torchrec_dyn.table.checks import ROW_DTYPES, check_ids, check_rows, check_state, present_gpu
 from torchrec_dyn.table.contents import (
     named_states,
     read_tensor,

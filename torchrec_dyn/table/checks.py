@@ -48,6 +48,20 @@ def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -
         ) from error
 
 
+def present_gpu(device: torch.device | str) -> torch.device:
+    """Returns a device with its index: "cuda" is the current GPU of this thread, now and not at first use."""
+    place = torch.device(device)
+    if place.type != "cuda" or place.index is not None:
+        return place
+    try:
+        return torch.empty(0, device=place).device
+    except (
+        RuntimeError,
+        AssertionError,
+    ):  # tables say what is missing when they make their first row
+        return place
+
+
 def check_storage(
     where: str, storage: HostMemory | MappedFiles | None, device: torch.device
 ) -> None:
