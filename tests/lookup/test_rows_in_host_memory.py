@@ -14,6 +14,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 
 NAMES = ("a", "b")
@@ -248,6 +249,28 @@ def test_updates_that_are_not_finite_are_refused_in_either_memory(device):
             run_lookups_backward(output, grad=grad)
     twins.compare()
     assert [table.stats()["nonfinite"] for table in twins.tables()] == [4, 4]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 4, 6])
+def test_without_memory_for_rows_or_frames_nothing_changes(device, monkeypatch, calls):
+    twins, grow, left = Twins(device, 30), ops.grow_block, [calls]
+    monkeypatch.setattr(knobs, "PAGE_BYTES", 64)  # all grows
+    twins.train(*range(6))
+
+    def grown(*arguments, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("grow_block: expected memory")
+        return grow(*arguments, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError, match="no row has changed"):
+        patched.setattr(ops, "grow_block", grown)
+        twins.both[1](twins.batch(range(60))[1])
+    twins.compare()
+    for _ in range(3):
+        twins.train(*range(60))
+        twins.train(*range(0, 60, 2))
+    twins.compare()
 
 
 def test_forwards_stay_open_while_their_rows_leave_the_frames(device):

@@ -26,7 +26,7 @@ class RowCache:
 
     Attributes:
         limit: most frames.
-        frames: F, for which memory is reserved.
+        frames: F, those in use.
         calls: number of batches so far, modulo 2^32.
         is_used: True once a row may be in a frame.
     """
@@ -44,8 +44,8 @@ class RowCache:
             self._counts = torch.zeros(4, dtype=torch.int64, device="cpu").to(device)
 
     @lasting
-    def reserve(self, rows: int) -> None:
-        """Makes room for `rows` rows, and for as many frames as they may use."""
+    def reserve(self, rows: int) -> int:
+        """Makes room for `rows` rows; returns the frames that they may use once all stores have them."""
         if rows > len(self._places):
             longer = longer_block(self._places, rows, max(rows, self._row_limit))
             longer[len(self._places) :].zero_()
@@ -56,6 +56,11 @@ class RowCache:
             self._owners = longer_block(self._owners, frames, self.limit)
             self._used = longer_block(self._used, frames, self.limit)
             self._free = longer_block(self._free, frames, self.limit)
+        return max(frames, self.frames)
+
+    def use(self, frames: int) -> None:
+        """Uses frames for which there is room here and in all stores."""
+        if frames > self.frames:
             self.frames = frames
             BLOCKS.renew()
 

@@ -117,8 +117,8 @@ class RowStore:
         """Bytes of a row."""
         return self.columns * self.dtype.itemsize
 
-    def reserve(self, rows: int) -> None:
-        """Appends blocks until `rows` rows fit. Existing rows do not move."""
+    def reserve(self, rows: int, frames: int = 0) -> None:
+        """Appends blocks until `rows` rows fit, and `frames` frames. Existing rows do not move."""
         if self.grows_in_place and self.capacity < rows:
             self._grow(rows)
         is_new = not self.blocks
@@ -130,7 +130,7 @@ class RowStore:
         if is_new or self._begins_small:
             self._choose_pages(rows)
         if self.cache is not None:
-            self.frames.reserve(self.cache.frames)
+            self.frames.reserve(frames)
 
     def _choose_pages(self, rows: int) -> None:
         """Puts the first rows of a new store on small pages, and joins these once `rows` rows are in use.

@@ -267,10 +267,12 @@ class TableArrays:
     def reserve_rows(self, additional: int, counters: int) -> None:
         """Makes room for `additional` more rows, and `counters` more counters, in all but the maps."""
         rows = self.row_numbers.highest_after(additional)
-        if self.weights.cache is not None:
-            self.weights.cache.reserve(rows)
+        cache = self.weights.cache
+        frames = 0 if cache is None else cache.reserve(rows)
         for store in self.stores:
-            store.reserve(rows)
+            store.reserve(rows, frames)
+        if cache is not None:
+            cache.use(frames)
         if self.changes is not None:
             self.changes.reserve(rows)
         if self.life is not None:
