@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from mock_device import MockDevice
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, check_trains_as_unsharded, collection_of, shard
+from sharded_twins import ShardedTwins
 from torchrec.distributed.types import CacheAlgorithm, CacheParams, ParameterSharding
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
+from torchrec_dyn.planner import constraints_from, read_model_stats
 
 CACHED, UNCACHED, PLAIN = "fused_uvm_caching", "fused_uvm", "fused"
 OWN = dyn.DynamicTableConfig(storage=dyn.HostMemory(7))
@@ -232,3 +235,45 @@ def shard_twice() -> list[dict[str, Any]]:
         plan.cache_params = factor and CacheParams(load_factor=factor)
         told.append(storages(shard(Case([replace(table, plan=plan)]), collection)))
     return told
+
+
+def loaded(twins: ShardedTwins) -> dict[str, bool]:
+    """Returns which tables of the model on the device have loaded rows from the host's memory so far."""
+    stats = read_model_stats(twins.models[1])
+    measured = constraints_from(stats, 4)
+    for name, given in measured.items():
+        is_cached = "gpu_rows" in stats[name] and stats[name]["rows_loaded"] > 0
+        assert (given.cache_params is not None) == is_cached
+    return {name: one["rows_loaded"] > 0 for name, one in stats.items()}
+
+
+def train_on_devices() -> list[dict[str, bool]]:
+    """Trains in host memory by a plan, and moves tables out of it and into it; as on the CPU."""
+    kinds, told = ("table_wise", "row_wise", "column_wise"), []
+    kernels = ((CACHED, 0.012), (UNCACHED, None), (PLAIN, None))
+    tables = [
+        Table(kind, [kind], planned(*kernel, kind))
+        for kind, kernel in zip(kinds, kernels, strict=True)
+    ]
+    case = Case(tables, steps=6, longest_bag=8)
+    with MockDevice() as device:
+        twins = ShardedTwins(device, case)
+        for step in range(3):
+            twins.train(step)
+        told.append(loaded(twins))
+        changed = {"table_wise": planned(PLAIN), "column_wise": planned(CACHED, 0.012, kinds[2])}
+        for model in twins.models:
+            collection = model.module.collection
+            model.sharders[0].reshard(collection, changed, model._env, model.device)
+        twins.compare()
+        for step in range(3, 6):
+            twins.train(step)
+        twins.compare()
+        told.append(loaded(twins))
+    return told
+
+
+def test_a_device_has_the_rows_where_the_plan_says() -> None:
+    for before, after in workers.run(train_on_devices, world_size=2):
+        assert before == {"table_wise": True, "row_wise": True, "column_wise": False}
+        assert after["column_wise"] and after["row_wise"]
