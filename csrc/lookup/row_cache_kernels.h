@@ -316,8 +316,9 @@ struct FinishPlans {
     const int64_t again = lesser_of(given, free);
     cache.counts[kFreeFrames] = free - again;
     cache.counts[kUsedFrames] = used + given - again;
-    if (loads) cache.counts[kLoadedRows] += given;
-    cache.counts[kWrittenRows] += cache.plan->written;
+    // These two may hold any number: an atomic sum wraps around.
+    if (loads) simt::atomic_add(cache.counts + kLoadedRows, given);
+    simt::atomic_add(cache.counts + kWrittenRows, cache.plan->written);
   }
 };
 

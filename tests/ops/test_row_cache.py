@@ -1,5 +1,7 @@
 """cache_rows_ and row_places, on random histories beside a model: frames, ages, copies and counts."""
 
+import itertools
+
 import pytest
 import torch
 from device_ops import kernels_of
@@ -126,6 +128,10 @@ class Table:
         ] - counts[0]
         assert all(owners[frame] == -1 for frame in free[: counts[0]])
 
+    def in_frames(self):
+        """Returns the numbers in the frames, of each store."""
+        return [store.read(self.base + torch.arange(self.frames)) for store in self.stores]
+
     def check_rows(self, places):
         """Compares the numbers of all rows, by their places, and those in the host's memory."""
         for store in self.stores:
@@ -162,10 +168,15 @@ class Group:
         return ops.row_places(rows.to(CUDA), offsets, *self.caches(now)).cpu()
 
     def call(self, batch, now, loads):
-        """Gives frames to the rows of each table; compares; writes new numbers to all of them."""
+        """Gives frames to the rows of each table; compares; writes new numbers to all of them.
+
+        New rows, which are not loaded, have no numbers before that.
+        """
         rows = torch.tensor([row for of_table in batch for row in of_table], dtype=I64)
         offsets = torch.tensor([0, *(len(of_table) for of_table in batch)]).cumsum(0)
+        before = [table.in_frames() for table in self.tables]
         ops.cache_rows_(rows.to(CUDA), offsets, *self.caches(now), loads, self.handle)
+        after = [table.in_frames() for table in self.tables]
         places = self.places(rows, offsets, now).split(offsets.diff().tolist())
         for table, of_table, found in zip(self.tables, batch, places, strict=True):
             if table.is_cached:
@@ -174,6 +185,12 @@ class Group:
             for row, place in by_row.items():
                 frame = table.cache[0][row].item() - 1 if 0 <= row < table.rows else -1
                 assert place == (table.base + frame if frame >= 0 else row)
+        if loads:
+            self.check_rows(now)
+        else:
+            assert all(map(torch.equal, itertools.chain(*before), itertools.chain(*after)))
+        for table, of_table, found in zip(self.tables, batch, places, strict=True):
+            by_row = dict(zip(of_table, found.tolist(), strict=True))
             given = {row: place for row, place in by_row.items() if 0 <= row < table.rows}
             if given:
                 for store in table.stores:
@@ -200,6 +217,12 @@ SHAPES = st.tuples(
 STEPS = st.sampled_from([1, 1, 1, 1, 2, 60, 127, 128, 1000, 1 << 20])
 
 
+def some_rows(rows):
+    """Returns rows of a batch, many of them neighbours, and numbers that are no rows."""
+    one = st.one_of(st.integers(-1, min(rows, 80)), st.integers(max(0, rows - 9), rows))
+    return st.lists(one, max_size=60)
+
+
 @pytest.mark.simt
 @settings(deadline=None)
 @given(
@@ -214,10 +237,7 @@ def test_any_history_leaves_the_frames_of_the_model(shapes, dtype, states, now, 
         group = Group(shapes, dtype, states, data.draw(st.integers(0, 99), "seed"))
         for _ in range(data.draw(st.integers(1, 8), "calls")):
             for loads in data.draw(st.sampled_from([(True,), (True, False)])):
-                batch = [
-                    data.draw(st.lists(st.integers(-1, table.rows), max_size=60))
-                    for table in group.tables
-                ]
+                batch = [data.draw(some_rows(table.rows)) for table in group.tables]
                 group.call(batch, now, loads)
             now = (now + data.draw(STEPS)) % WORD
         assert device.mixed == [] and device.without_kernel == []
