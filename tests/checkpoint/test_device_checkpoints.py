@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from mock_device import CUDA, OTHER_GPU, MockDevice, run_lookups_backward
 from table_cases import same_state
 from torch.utils._pytree import tree_map_only
 from torchrec import KeyedJaggedTensor
+from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_dyn import checkpoint
-from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
+from torchrec_dyn.checkpoint import Checkpoints, LoadPlanner, apply_delta, export_delta, mark
+from torchrec_dyn.checkpoint_format import saved_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -85,6 +88,11 @@ def both(model):
     return {"model": model.state_dict(), "optimizers": optimizers}
 
 
+def optimizers_of(model):
+    names = ("pooled", "sequence")
+    return CombinedOptimizer([(name, getattr(model, name).fused_optimizer) for name in names])
+
+
 def load(model, path):
     state = both(model)
     dcp.load(state, checkpoint_id=path, planner=LoadPlanner(), no_dist=True)
@@ -115,6 +123,31 @@ def test_a_checkpoint_of_a_device_has_the_bytes_of_the_cpus(device, twins, tmp_p
     for model in (there, Model("ADAMW")):
         load(model, tmp_path / "there")
         assert_same(here, model)
+    assert device.mixed == [] and device.without_kernel == []
+
+
+def test_a_save_in_the_background_has_the_rows_of_its_moment(device, twins, tmp_path, monkeypatch):
+    copied, restored = saved_tensor._copied, []
+
+    def copied_here(
+        *args,
+    ):  # torch has left the mock device: DCP copies inside of a function of torch
+        with device.here():
+            return copied(*args)
+
+    monkeypatch.setattr(saved_tensor, "_copied", copied_here)
+    for name, model, place in zip(("here", "there"), twins, ("cpu", CUDA), strict=True):
+        fresh = Model("ADAMW")
+        with closing(Checkpoints(tmp_path / name, full_every=2)) as checkpoints:
+            for step in (5, 6):  # a full save, and a delta
+                saving = checkpoints.async_save(model, optimizers_of(model), step=step)
+                train(model, place, [step])
+                saving.result()
+        with closing(Checkpoints(tmp_path / name)) as checkpoints:
+            assert checkpoints.restore(fresh, optimizers_of(fresh)).step == 6
+        restored.append(fresh)
+    assert_same(*restored)
+    assert not same_state(states(fresh)["plain"], states(twins[1])["plain"])
     assert device.mixed == [] and device.without_kernel == []
 
 

@@ -67,3 +67,9 @@ def test_it_finds_equal_results_and_differences(
     assert several.compare(names, 2, *sides) == 2
     said = capsys.readouterr().out
     assert f"rank 1 differs in {row}" in said and "no result of rank 0" in said
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="has two GPUs")
+def test_fewer_than_two_gpus_are_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert several_gpus().main([]) == 0
+    assert "several_gpus: skipped: expected 2 GPUs or more" in capsys.readouterr().out
