@@ -93,7 +93,7 @@ void cache_rows_(const CacheRowsCall& given) {
 }
 
 Tensor row_places(const RowPlacesCall& given) {
-  const std::vector<RowCache> caches = given.batch.read(kDevice);
+  const std::vector<RowCache> caches = given.batch.read(given.batch.rows.device());
   const int64_t n = given.batch.rows.numel();
   DeviceCall call(given.batch.rows);
   Tensor places = new_device_tensor({n});
