@@ -17,7 +17,7 @@ Ten minutes of a card at most. **Never run on one.** Parts:
 
 Steps begin with an empty table and 160 steps that are not measured, as the simulation does whose bytes an id
 are shown beside; with 10 rounds, the default, 40 are measured, as there. Their time is wall time until the
-GPU has run all work of a turn. At 65,536 ids the host takes most of it, so the time of kernels and copies
+GPU has run all work of a turn. At 65,536 ids the host may take most of it, so the time of kernels and copies
 alone, by torch's profiler in a turn of its own, is shown too. More ids of as many more rows have the same
 bytes an id: `--rows 16000000 --ids 1048576` needs 20 GB of host memory, and minutes to draw ids.
 
