@@ -24,6 +24,7 @@ class Workload:
         bag: ids per bag.
         zipf: exponent of the ids' distribution; 0 is uniform.
         pooled: True if the rows of a bag are summed; False for a sequence, which keeps them.
+        drift: places of the popularity ranking by which its head moves on from batch to batch.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Workload:
     bag: int = 10
     zipf: float = 0.0
     pooled: bool = True
+    drift: int = 0
 
     @property
     def ids_per_step(self) -> int:
@@ -103,7 +105,8 @@ def full_table(limit: int, zipf: float) -> Workload:
 
 def tiny(workload: Workload) -> Workload:
     """Returns a tiny version of a workload, for tests of the benchmarks."""
-    return replace(workload, tables=2, rows=500, batch=16, bag=min(workload.bag, 3))
+    drift = min(workload.drift, 5)
+    return replace(workload, tables=2, rows=500, batch=16, bag=min(workload.bag, 3), drift=drift)
 
 
 def raw_ids(numbers: Tensor) -> Tensor:
@@ -132,6 +135,8 @@ def ranks(workload: Workload, batches: int, seed: int) -> list[Tensor]:
         cumulative = np.cumsum(mass) / mass.sum()
         uniform = generator.random((batches, workload.ids_per_step))
         draws = np.minimum(np.searchsorted(cumulative, uniform), workload.rows - 1)
+    if workload.drift:
+        draws = (draws + np.arange(batches)[:, None] * workload.drift) % workload.rows
     # Popular rows are anywhere in a real table, not at its start: each popularity rank gets a random row.
     shuffle = generator.permutation(workload.rows)
     return [torch.from_numpy(shuffle[batch].astype(np.int64)) for batch in draws]
@@ -206,3 +211,12 @@ GPU_TRAIN = tuple(
     )
     for zipf in GPU_ZIPF
 )
+
+# bench_host_memory.py: streams over one table, and the parts of its rows that fit into the GPU's memory.
+HOST_MEMORY = tuple(
+    Workload(name, tables=1, batch=8192, bag=8, zipf=zipf, drift=drift)
+    for name, zipf, drift in (("zipf", 1.05, 0), ("drift", 1.05, 1000), ("uniform", 0.0, 0))
+)
+HOST_MEMORY_PARTS = (1, 4, 10)
+HOST_COPY_BYTES = (64, 256, 512)
+HOST_COPY_ROWS = (10_000, 100_000, 1_000_000)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/dev/gpu.md):
-#   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests real memcheck memcheck_tables initcheck racecheck train several bench bench_train]
+#   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests real memcheck memcheck_tables initcheck racecheck train several bench bench_train host_memory]
 # BUNDLE: the folder that benchmarks/gpu_bundle.py wrote, for a machine without a network; "installed": python3 has the
 # packages. OUT: folder for logs and results. The last words choose steps; without them all run. Each step writes
 # OUT/<step>.log; a step that fails does not stop the others. The last line names those that failed.
 set -uo pipefail
-every=(build golden first tests real memcheck memcheck_tables initcheck racecheck train several bench bench_train)
+every=(build golden first tests real memcheck memcheck_tables initcheck racecheck train several bench bench_train host_memory)
 [ $# -ge 2 ] || { echo "gpu_side: expected BUNDLE OUT [${every[*]}], got: $*" >&2; exit 2; }
 bundle=$1
 [ "$bundle" = installed ] || bundle=$(realpath "$bundle") || exit 2
@@ -100,6 +100,7 @@ train() {
 several() { has_kernels && python3 benchmarks/several_gpus.py; }
 bench() { has_kernels && python3 benchmarks/bench_gpu.py --rounds 9 --results "$out"; }
 bench_train() { has_kernels && python3 benchmarks/bench_gpu_train.py --rounds 9 --results "$out"; }
+host_memory() { has_kernels && python3 benchmarks/bench_host_memory.py --results "$out"; }
 
 failed=()
 for step in "${steps[@]}"; do

@@ -256,6 +256,15 @@ def gpu_train_goals() -> list[Goal]:
     return [*goals, *more]
 
 
+def host_memory_goals() -> list[Goal]:
+    """Returns the goals of bench_host_memory.py: a step with a quarter of the rows in the GPU / with all."""
+    where = {"workload": "zipf", "part": "1/4"}
+    return [
+        Goal("host_memory", {**where, "loop": loop, "what": "step"}, at_most=1.4, number=number)
+        for loop, number in (("plain", "gpu_ratio"), ("plain", "ratio"), ("prefetch", "ratio"))
+    ]
+
+
 def _scale_goals() -> list[Goal]:
     """Returns the goals of bench_scale.py: a rank of 1,024 with 1,000 tables, and planning."""
     largest = {"ranks": 1024, "tables": 1000}
@@ -264,6 +273,9 @@ def _scale_goals() -> list[Goal]:
         Goal("scale", largest, at_most=2000, number="peak_mb"),
         Goal("scale", {"workload": "planning", "against": "stock"}, at_most=1.2),
     ]
+
+
+GPU_GOALS = {"gpu": gpu_goals, "gpu_train": gpu_train_goals, "host_memory": host_memory_goals}
 
 
 def seen_of(
@@ -327,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results, readme = {}, ""
     for path in sorted(folder.glob("*.json")):
         file = json.loads(path.read_text())
-        if path.stem in ("gpu", "gpu_train") and file["gpu"] == "none":  # a try on a CPU
+        if path.stem in GPU_GOALS and file["gpu"] == "none":  # a try on a CPU
             continue
         results[path.stem] = file["rows"]
         if path.stem == "lookup":
@@ -345,10 +357,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         *_train_goals(),
         *_scale_goals(),
     ]
-    if "gpu" in results:
-        goals += gpu_goals()
-    if "gpu_train" in results:
-        goals += gpu_train_goals()
+    for name, of_gpu in GPU_GOALS.items():
+        goals += of_gpu() if name in results else []
     print_goals(goals, results)
     if readme:
         print(readme)

@@ -21,6 +21,7 @@ COMPILES = {"bench_serving_cpp"}
 SLOW = {"bench_delta", "bench_eviction", "bench_first", "bench_gpu", "bench_rules"}
 OPTIONS = {
     "bench_gpu": ["--device", "cpu"],
+    "bench_host_memory": ["--device", "cpu", "--loops", "plain", "--streams", "drift"],
     "bench_host": ["--tables", "1", "--plans", "table_wise"],
     "bench_lookup": ["--only", "pooled-zipf1.05", "half-dim64"],
     "bench_mapped": ["--only", "zipf"],
@@ -61,6 +62,15 @@ def test_a_benchmark_writes_its_rows(name: str, tmp_path: Path) -> None:
     importlib.import_module(name).main([*options, *OPTIONS.get(name, [])])
     written = json.loads((tmp_path / f"{name.removeprefix('bench_')}.json").read_text())
     assert written["rows"]
+
+
+def test_rows_are_counted_on_a_mock_gpu(tmp_path: Path) -> None:
+    options = ["--device", "mock", "--quick", "--rounds", "2", "--results", str(tmp_path)]
+    importlib.import_module("bench_host_memory").main([*options, "--streams", "drift"])
+    rows = json.loads((tmp_path / "host_memory.json").read_text())["rows"]
+    assert [row["different"] for row in rows if row["what"] == "bits"] == [0, 0]
+    crossed = {row["part"]: row["bytes_an_id"] for row in rows if row["what"] == "step"}
+    assert crossed["in GPU"] == crossed["1/1"] == 0 < crossed["1/4"] < crossed["1/10"]
 
 
 def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:
