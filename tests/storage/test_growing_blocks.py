@@ -60,14 +60,15 @@ def holds(store, rows):
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_a_block_keeps_its_rows(dtype):
+def test_a_block_keeps_its_rows(dtype, on_host):
     block = torch.arange(6).view(2, 3).to(dtype)
-    longer = ops.grow_block(block, 700, 5000)
+    longer = ops.grow_block(block, 700, 5000, on_host)
     assert longer.shape == (700, 3) and longer.dtype == dtype
     assert torch.equal(longer[:2], block)
     longer[699] = 1
-    assert torch.equal(ops.grow_block(longer, 5000, 5000)[:700], longer)
+    assert torch.equal(ops.grow_block(longer, 5000, 5000, on_host)[:700], longer)
 
 
 @pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
