@@ -273,6 +273,29 @@ def test_without_memory_for_rows_or_frames_nothing_changes(device, monkeypatch, 
     twins.compare()
 
 
+@pytest.mark.parametrize("policy", ["LRU", "LFU", "expires"])
+def test_a_step_that_fails_leaves_the_rows_of_ids_that_it_would_have_evicted(
+    device, monkeypatch, policy
+):
+    twins = Twins(device, 20, limit=40, **POLICIES[policy])
+    for first in (*range(0, 40, 8), *range(0, 40, 8)):
+        twins.train(*range(first, first + 8))
+    ids = range(100, 112)  # ids without a row need those of others, which no frame has
+    if policy == "LFU":  # admits at the second step
+        twins.train(*ids)
+
+    def failed(*_):
+        raise MemoryError("commit_step_: expected memory")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(ops, "commit_step_", failed)
+        twins.both[1](twins.batch(ids)[1])
+    twins.compare()
+    twins.train(*ids)
+    twins.train(*range(8))
+    twins.compare()
+
+
 def test_forwards_stay_open_while_their_rows_leave_the_frames(device):
     twins = Twins(device, 8)
     twins.train(*range(40))
