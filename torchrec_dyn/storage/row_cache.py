@@ -53,7 +53,7 @@ class RowCache:
             self._places = longer
             BLOCKS.renew()
         frames = min(self.limit, rows)
-        # Only what is too short: without memory for the frames, ops go on with the tensors that they have, and
+        # Only what is too short: without memory for the frames, ops go on with the tensors they have, and
         # on a page longer ones would be copies.
         for name in ("_owners", "_used", "_free"):
             if frames > len(getattr(self, name)):
