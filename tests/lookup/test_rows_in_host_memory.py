@@ -273,6 +273,56 @@ def test_without_memory_for_rows_or_frames_nothing_changes(device, monkeypatch, 
     twins.compare()
 
 
+@pytest.mark.parametrize("policy", ["LRU", "LFU", "expires"])
+def test_a_step_that_fails_leaves_the_rows_of_ids_that_it_would_have_evicted(
+    device, monkeypatch, policy
+):
+    twins = Twins(device, 20, limit=40, **POLICIES[policy])
+    for first in (*range(0, 40, 8), *range(0, 40, 8)):
+        twins.train(*range(first, first + 8))
+    ids = range(100, 112)  # ids without a row need those of others, which no frame has
+    if policy == "LFU":  # admits at the second step
+        twins.train(*ids)
+
+    def failed(*_):
+        raise MemoryError("commit_step_: expected memory")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(ops, "commit_step_", failed)
+        twins.both[1](twins.batch(ids)[1])
+    twins.compare()
+    twins.train(*ids)
+    twins.train(*range(8))
+    twins.compare()
+
+
+def test_without_memory_for_frames_the_present_ones_stay(device, monkeypatch):
+    monkeypatch.setattr(knobs, "PAGE_BYTES", 512)  # the words of 60 frames are on one page
+    grow = ops.grow_block
+
+    def grown(block, *arguments, **options):
+        if block.shape[1] > 1:
+            raise MemoryError("grow_block: expected memory")
+        return grow(block, *arguments, **options)
+
+    copied = []
+    for fails in (True, False):
+        twins = Twins(device, 60)
+        for table in twins.tables():
+            table.assign(torch.arange(10), torch.arange(40.0).view(10, 4))
+        twins.train(0)
+        if fails:
+            with monkeypatch.context() as patched, pytest.raises(MemoryError, match="no row has"):
+                patched.setattr(ops, "grow_block", grown)
+                twins.both[1](twins.batch(range(20, 60))[1])
+        for first in (0, 30, 60, 90, 0):
+            twins.train(*range(first, first + 10))
+            twins.train(*range(first, first + 50))
+        twins.compare()
+        copied.append(twins.copied())
+    assert copied[0] == copied[1] and min(copied[0]) > 0
+
+
 def test_forwards_stay_open_while_their_rows_leave_the_frames(device):
     twins = Twins(device, 8)
     twins.train(*range(40))

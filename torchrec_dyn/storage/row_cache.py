@@ -49,13 +49,15 @@ class RowCache:
         if rows > len(self._places):
             longer = longer_block(self._places, rows, max(rows, self._row_limit))
             longer[len(self._places) :].zero_()
+            keep_in_use(self._places)  # of more rows than the limit they are copied
             self._places = longer
             BLOCKS.renew()
         frames = min(self.limit, rows)
-        if frames > self.frames:
-            self._owners = longer_block(self._owners, frames, self.limit)
-            self._used = longer_block(self._used, frames, self.limit)
-            self._free = longer_block(self._free, frames, self.limit)
+        # Only what is too short: without memory for the frames, ops go on with the tensors they have, and
+        # on a page longer ones would be copies.
+        for name in ("_owners", "_used", "_free"):
+            if frames > len(getattr(self, name)):
+                setattr(self, name, longer_block(getattr(self, name), frames, self.limit))
         return max(frames, self.frames)
 
     def use(self, frames: int) -> None:
