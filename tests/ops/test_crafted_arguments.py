@@ -326,12 +326,19 @@ WRONG = [
      r"times in \[1, 2\^32\), got -5"),
     ("touch_scores_", {"rows": ids_of(0, 7, -1, 8, 3, 0), "times": ids_of(0, 1, 1, 1, 1, 1)},
      r"times in \[1, 2\^32\), got 0"),
+    ("cache_rows_", {"table_offsets": whole()}, "at least one of table_offsets, got none"),
+    ("cache_rows_", {"table_offsets": whole(0, 2, 4, 6)}, "the number of tables = 2, got 3"),
+    ("cache_rows_", {"cache_layout": whole(1, 7, 4, 0, 7, 2).view(2, 3)}, "tables below 2, got 0 after 1"),
+    ("cache_rows_", {"cache_layout": whole(0, 7, 4, 2, 7, 2).view(2, 3)}, "tables below 2, got 2 after 0"),
+    ("cache_rows_", {"cache_layout": whole(0, 7, 3, 1, 7, 2).view(2, 3)}, "at least the 4 rows .*, got 3"),
+    ("cache_rows_", {"cache_layout": whole(0, 7, 6, 1, 7, 2).view(2, 3)}, "3 frames from row 6 on, got room"),
+    ("row_places", {"cache_layout": whole(0, 7, 4, 1, 7, 2**62).view(2, 3)}, "the 2 rows .*, got 4611686018"),
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("op", dict.fromkeys(op for op, _, _ in WRONG))
-def test_values_out_of_range_change_nothing(op):
+def test_values_out_of_range_change_nothing(device, op):
+    skip_without_kernel(op, device)
     for of, change, rule in WRONG:
         if of == op:
             check_refuses(op, {**SAMPLES[op][0](), **change}, rule)

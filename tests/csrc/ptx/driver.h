@@ -7,7 +7,8 @@
 
 namespace torchrec_dyn::ptx {
 
-// Of virtual memory, of memory of the host, and of the context that both need (virtual_memory.cpp); null for every other name.
+// Of virtual memory, of memory of the host, and of the context that both need (virtual_memory.cpp); null for every
+// other name.
 void* driver_function(const std::string& name);
 
 // What was not given back, in numbers. Mapped memory, and memory of the host, counts as a piece.

@@ -1,7 +1,7 @@
 // The driver's virtual memory by mmap, for the address ranges of csrc/storage/address_range.cu. Addresses are reserved,
 // pieces of memory are made, mapped there and opened; a touch of what is not open is a fault. And memory of the host,
-// which is one piece, and a fault once it is freed. A call that the driver's documentation does not allow is reported and
-// returns its error.
+// which is one piece, and a fault once it is freed. A call that the driver's documentation does not allow is reported
+// and returns its error.
 #include <cuda.h>
 #include <sys/mman.h>
 
@@ -274,7 +274,8 @@ void* driver_function(const std::string& name) {
 
 Held held() {
   const std::lock_guard<std::mutex> hold(memory_lock);
-  return {retained, static_cast<int64_t>(ranges.size()), static_cast<int64_t>(pieces.size() + mappings.size() + host_pieces.size())};
+  return {retained, static_cast<int64_t>(ranges.size()),
+          static_cast<int64_t>(pieces.size() + mappings.size() + host_pieces.size())};
 }
 
 }  // namespace torchrec_dyn::ptx
