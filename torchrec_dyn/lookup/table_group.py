@@ -337,7 +337,7 @@ class TableGroup:
             raise wrong_bags(self.tables, batch)
         batch.offsets, batch.numbers = offsets, numbers
         if batch.training and lists.prepared.has_caches:
-            lists.prepared.cache_rows(rows, batch.table_offsets, loads=True)
+            lists.prepared.cache_rows(rows, batch.table_offsets)
         if self._uses is not None and batch.training:
             batch.uses = self._uses.of_ids(batch.begins.diff(), batch.ids)
         new = None

@@ -150,7 +150,7 @@ class _LifeStep:
             drops = self._counter_drops(looked_at)
             taken = self._rows(found, scored, evicted)
             seen = scored, batch.table_offsets, trained.first_steps + counted.steps, added
-            write, note = self._commit_of(seen, evicted, drops, found, taken, written)
+            write, note = self._commit_of(seen, evicted, drops, found, taken)
             write()  # before the commit: without memory it has written nothing
             written.commit()
             trained.shared.counted = counted
@@ -357,7 +357,6 @@ class _LifeStep:
         drops: Chosen | None,
         found: Found,
         taken: TakenStep,
-        written: change,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Prepares what the step writes; returns a call of one op that writes it, and one that notes it."""
         admitted, living, prepared = self._admitted, self._living, self._trained.prepared
@@ -371,7 +370,7 @@ class _LifeStep:
         sizes = admitted.sizes(ADMITTED)
         added = fresh(self._tables, admitted.ids, sizes, admitted.counts, fills)
         rows = TableChange(self._tables, prepared, evicted, added, "evicted_full")
-        rows.place(are_of_batch=True, written=written)
+        rows.place(are_of_batch=True)
         if not living.numbers:
             return rows.rows.write, rows.note
         steps = {t: self._tables[t].next_step for t in living.counting}

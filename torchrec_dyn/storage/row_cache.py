@@ -111,15 +111,17 @@ class CachedTables:
         ]
         return host_numbers(lines)
 
-    def cache_rows(self, rows: Tensor, table_offsets: Tensor, tables: Tensor, loads: bool) -> None:
+    def cache_rows(
+        self, rows: Tensor, table_offsets: Tensor, tables: Tensor, is_new: bool, loads: bool
+    ) -> None:
         """Gives frames to rows [N] int64 of a batch in table order, -1 is skipped, as far as there are any.
 
-        The rows that were not used for the longest time make room, and go back to the host. `loads` is False
-        for new rows, which are not written yet and belong to the batch of the call before. `tables`: the
+        The rows that were not used for the longest time make room, and go back to the host. `is_new`: new
+        rows, of the batch of the call before. `loads` is False if nothing is in the rows yet. `tables`: the
         result of `ops.prepare_tables`.
         """
         for cache in self._caches.values():
-            cache.calls, cache.is_used = (cache.calls + loads) & 0xFFFFFFFF, True
+            cache.calls, cache.is_used = (cache.calls + (not is_new)) & 0xFFFFFFFF, True
         ops.cache_rows_(rows, table_offsets, self._tensors, self._layout(), loads, tables)
 
     def places(self, rows: Tensor, table_offsets: Tensor) -> Tensor:

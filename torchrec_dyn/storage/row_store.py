@@ -262,11 +262,6 @@ class RowStore:
         places = self.places(rows)
         ops.scatter_rows_(places, values, self.all_blocks, self.shift, self.columns)
 
-    def load(self, rows: Tensor) -> None:
-        """Copies rows [M] int64 of the host's memory to their frames."""
-        in_host = ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
-        self.write(rows, in_host)
-
     def within(self, first_row: int, first_column: int, size: Sequence[int]) -> Tensor | None:
         """Returns a range of `size` rows and columns as a view; None if the rows lie in several blocks."""
         block, place = first_row >> self.shift, first_row & ((1 << self.shift) - 1)

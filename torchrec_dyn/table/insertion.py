@@ -168,34 +168,19 @@ class TableChange:
             if waiting is not None:
                 self._drops.append(waiting.removal(ids_of[t]))
 
-    def place(self, are_of_batch: bool, written: change | None = None) -> None:
+    def place(self, are_of_batch: bool) -> None:
         """Finds where the initial rows are written, for a commit before any other call on the tables.
 
-        Rows of a batch get frames of caches. They may be those of removed ids, which keep them if an error
-        comes before the commit of `written`: then the frames get what the host has.
+        Rows of a batch get frames of caches. Rows of removed ids are loaded: without a commit they keep them.
         """
         if self._is_placed:
             return
         rows = self.rows.numbers()
         offsets = offsets_of(self.rows.sizes, len(self._prepared.tables))
         if are_of_batch:
-            if written is not None:
-                written.on_error(self._loads(rows, self._prepared.places(rows, offsets)))
-            self._prepared.cache_rows(rows, offsets, loads=False)
+            self._prepared.cache_rows(rows, offsets, is_new=True, loads=bool(self.rows.lost))
         self.rows.initial_places = self._prepared.places(rows, offsets)
         self._is_placed = True
-
-    def _loads(self, rows: Tensor, places: Tensor) -> Callable[[], None]:
-        """Returns a call that loads those of the new rows [M] whose places [M] are not frames."""
-
-        def load() -> None:
-            parts = parts_of(rows, self.rows.sizes), parts_of(places, self.rows.sizes)
-            for t, own in parts[0].items():
-                for store in self._tables[t].stores:
-                    if store.cache is not None:
-                        store.load(own[own == parts[1][t]])
-
-        return load
 
     def commit(self) -> None:
         """Removes the ids and frees their rows; writes the new rows and gives them to their ids."""

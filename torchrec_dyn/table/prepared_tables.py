@@ -78,10 +78,12 @@ class PreparedTables:
         self.get()
         return bool(self._cached)
 
-    def cache_rows(self, rows: Tensor, table_offsets: Tensor, loads: bool) -> None:
+    def cache_rows(
+        self, rows: Tensor, table_offsets: Tensor, is_new: bool = False, loads: bool = True
+    ) -> None:
         """Gives frames to the rows of a batch: `CachedTables.cache_rows`."""
         handle = self.get()
-        self._cached.cache_rows(rows, table_offsets, handle, loads)
+        self._cached.cache_rows(rows, table_offsets, handle, is_new, loads)
 
     def places(self, rows: Tensor, table_offsets: Tensor) -> Tensor:
         """Returns where the rows of a batch are, as ops take rows: `CachedTables.places`."""
