@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,15 +162,20 @@ class DynamicEnumerator(EmbeddingEnumerator):
         self._sharder_params = {
             kind: getattr(sharder, "fused_params", None) for kind, sharder in by_type.items()
         }
-        kernels: dict[str, list[str]] = {}
-        others: set[str] = set()
-        for part in module.modules():
-            collection: Any = without_processors(part)
-            if type(part) in by_type and isinstance(collection, UnshardedCollection):
-                for name, config in collection.dynamic_configs().items():
-                    kernels[name] = self._kernels(name, config.storage is None)
-            elif type(part) in by_type:
-                others.update(by_type[type(part)].shardable_parameters(part))
+        sharded = [part for part in module.modules() if type(part) in by_type]
+        collections = [without_processors(part) for part in sharded]
+        kernels = {
+            name: self._kernels(name, config.storage is None)
+            for collection in collections
+            if isinstance(collection, UnshardedCollection)
+            for name, config in collection.dynamic_configs().items()
+        }
+        others = {
+            name
+            for part, collection in zip(sharded, collections, strict=True)
+            if not isinstance(collection, UnshardedCollection)
+            for name in by_type[type(part)].shardable_parameters(part)
+        }
         # TorchRec enumerates and prices the kernels that constraints list, also those of a static table with
         # the name of a dynamic one.
         self._constraints = self._given | {
@@ -179,17 +184,11 @@ class DynamicEnumerator(EmbeddingEnumerator):
             )
             for name in kernels.keys() - others
         }
-        found = [
+        return _that_save_memory(
             option
             for option in super().enumerate(module, sharders)
             if not _is_dynamic(option) or option.compute_kernel in kernels[option.name]
-        ]
-        of_device = {
-            (option.fqn, option.sharding_type): option.total_storage.hbm
-            for option in found
-            if option.compute_kernel == IN_DEVICE_MEMORY
-        }
-        return [option for option in found if _saves_memory(option, of_device)]
+        )
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Prices options; an option with a cache of no given size gets one that the planner may change."""
@@ -220,13 +219,23 @@ class DynamicEnumerator(EmbeddingEnumerator):
         option.cache_params = ChosenCache(load_factor=1 / rows, stats=stats, rows=rows, given=given)
 
 
-def _saves_memory(option: ShardingOption, of_device: Mapping[tuple[str, str], int]) -> bool:
-    """Returns False for a cache of the planner's that would save less than a tenth of a GPU's memory."""
-    cache = option.cache_params
-    if not isinstance(cache, ChosenCache):
-        return True
-    most = 0.9 * of_device[option.fqn, option.sharding_type]
-    return cache.rows >= _LEAST_ROWS * option.num_shards and option.total_storage.hbm < most
+def _that_save_memory(options: Iterable[ShardingOption]) -> list[ShardingOption]:
+    """Returns options without caches of the planner's that would save less than a tenth of a GPU's memory."""
+    found = list(options)
+    of_device = {
+        (option.fqn, option.sharding_type): option.total_storage.hbm
+        for option in found
+        if option.compute_kernel == IN_DEVICE_MEMORY
+    }
+
+    def saves(option: ShardingOption) -> bool:
+        cache = option.cache_params
+        if not isinstance(cache, ChosenCache):
+            return True
+        most = 0.9 * of_device[option.fqn, option.sharding_type]
+        return cache.rows >= _LEAST_ROWS * option.num_shards and option.total_storage.hbm < most
+
+    return [*filter(saves, found)]
 
 
 def settled(plan: list[ShardingOption]) -> list[ShardingOption]:

@@ -290,22 +290,13 @@ def table_size(
     limit = rows if limit is None else checked_count(limit, "table_size.limit", rows, remedy)
     remedy = "Pass the most ids that wait in this shard; 0 without AdmitAfter."
     counters = checked_count(counters, "table_size.counters", 0, remedy)
-    shift = block_shift(limit, columns * dtype.itemsize, kind)
-
-    def store(row_bytes: int) -> int:
-        return most_store_bytes(rows, row_bytes, shift, kind)
-
-    widths = [columns * dtype.itemsize]
-    widths += [width * STATE_DTYPE.itemsize for width in optimizer.state_columns(columns)]
-    stores, cache = [store(each) for each in widths], 0
-    in_host = gpu_rows is not None and kind != "cpu"
     if gpu_rows is not None:
         remedy = "Pass the rows with a place on the GPU, or None if all rows are there."
         gpu_rows = checked_count(gpu_rows, "table_size.gpu_rows", 1, remedy)
-        if in_host:
-            shift_of_host = block_shift(limit, widths[0])
-            stores = [_host_bytes(rows, shift_of_host, each) for each in widths]
-            cache = _cache_bytes(rows, limit, gpu_rows, shift_of_host, widths)
+    widths = [columns * dtype.itemsize]
+    widths += [width * STATE_DTYPE.itemsize for width in optimizer.state_columns(columns)]
+    shift = block_shift(limit, widths[0], kind)
+    stores, cache, host = _store_bytes(rows, limit, widths, kind, gpu_rows)
     waiting = 0
     if counters:
         # The counters of a table have at most its limit, or the number that the user chose.
@@ -316,12 +307,24 @@ def table_size(
         weights=stores[0],
         optimizer_state=sum(stores[1:]),
         id_map=most_slots(rows, kind) * SLOT_BYTES,
-        scores=store(SCORE_BYTES) if has_life else 0,
+        scores=most_store_bytes(rows, SCORE_BYTES, shift, kind) if has_life else 0,
         counters=waiting,
         marks=most_log_bytes(rows, limit, kind) if deltas else 0,
         cache=cache,
-        host=sum(stores) if in_host else 0,
+        host=host,
     )
+
+
+def _store_bytes(
+    rows: int, limit: int, widths: list[int], kind: str, gpu_rows: int | None
+) -> tuple[list[int], int, int]:
+    """Returns the bytes of the stores of rows of these widths, of their cache, and those of the host."""
+    if gpu_rows is None or kind == "cpu":
+        shift = block_shift(limit, widths[0], kind)
+        return [most_store_bytes(rows, width, shift, kind) for width in widths], 0, 0
+    shift = block_shift(limit, widths[0])
+    stores = [_host_bytes(rows, shift, width) for width in widths]
+    return stores, _cache_bytes(rows, limit, gpu_rows, shift, widths), sum(stores)
 
 
 def _host_bytes(rows: int, shift: int, row_bytes: int) -> int:

@@ -156,7 +156,7 @@ class RowStore:
         once one was freed, and there memory is committed already, and stays (docs/dev/decisions/0002).
         """
         block_rows, count = 1 << self.shift, 1
-        if self.is_cpu or self.on_host:  # elsewhere memory is committed at once
+        if self.is_cpu:  # elsewhere memory is committed at once
             most = most_block_bytes(self.files) // (block_rows * self.row_bytes)
             count = max(1, min(len(self.blocks), most))
         rows = count * block_rows
