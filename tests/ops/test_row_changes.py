@@ -34,6 +34,7 @@ ARGUMENTS = [
         "begun_fills",
         "begun_index",
         "begun_places",
+        "begun_initial_places",
         "removed_ids",
         "removed_rows",
         "removed_offsets",
@@ -48,9 +49,10 @@ ARGUMENTS = [
         "rows",
         "new_index",
         "places",
+        "initial_places",
     ),
 ]
-NO_BATCH = {"rows": None, "new_index": None, "places": None}
+NO_BATCH = {"rows": None, "new_index": None, "places": None, "initial_places": None}
 
 
 def look(slots, moved, ids):
@@ -81,9 +83,10 @@ def expected_rows(own):
 def write_expected(tables, own, rows):
     """Writes the initial rows, states and scores of new ids in copies of the tables."""
     blocks = len(tables["weights"])
+    places = rows if own["initial_places"] is None else own["initial_places"].tolist()
     for t, (begin, end) in enumerate(pairwise(own["new_offsets"])):
         first, count, shift, columns = tables["layout"][t].tolist()
-        ids, mine = own["new_ids"][begin:end], ids_of(*rows[begin:end])
+        ids, mine = own["new_ids"][begin:end], ids_of(*places[begin:end])
         weights = tables["weights"][first : first + count]
         if len(ids):
             kind, key, first_column, _ = tables["initial"][t].tolist()
@@ -100,7 +103,7 @@ def write_expected(tables, own, rows):
             counts = (
                 own["counts"][begin:end].tolist() if own["counts"] is not None else [0] * len(ids)
             )
-            for row, count in zip(mine.tolist(), counts, strict=True) if many else ():
+            for row, count in zip(rows[begin:end], counts, strict=True) if many else ():
                 score = int(own["steps"][t]) << 32 | min(max(count, 0), MOST)
                 word = score - (1 << 64 if score >> 63 else 0)
                 tables["scores"][a + (row >> shift)][row & (1 << shift) - 1] = word
@@ -272,7 +275,7 @@ def test_a_step_is_what_its_parts_are_one_after_the_other(seed):
     ops.commit_step_(**own, tables=prepared(tables)["tables"], counters=counters)
     arguments = iter(same[name] for name in ARGUMENTS)
     for handle in (of_scored(others)["tables"], prepared(twin)["tables"]):
-        removed, seen, added = ([next(arguments) for _ in range(n)] for n in (3, 4, 11))
+        removed, seen, added = ([next(arguments) for _ in range(n)] for n in (3, 4, 12))
         ops.touch_scores_(*seen, handle)
         ops.remove_rows_(*removed, handle)
         ops.add_rows_(*added, handle)

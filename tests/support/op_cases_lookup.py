@@ -323,12 +323,14 @@ def draw_added(rng: random.Random) -> tuple[Arguments, Arguments]:
     offsets, reused, firsts, slots = [0], [0], [], []
     again: list[int] = []
     ids: list[int] = []
+    places: list[int] = []
     for _, blocks, shift, _ in layout:
         rows = max(0, (blocks << shift) - (1 << shift) + 1)  # the last block may be short
         first = rng.randint(0, rows)
         again += rng.sample(range(first), rng.randint(0, min(first, 3)))
         fresh = rng.randint(0, min(rows - first, 9))
         count = len(again) - reused[-1] + fresh
+        places += rng.sample(range(rows), count)
         own = [*dict.fromkeys(some_ids(rng, count + 3))]
         ids += [*own, *(2**50 + i for i in range(count))][:count]
         firsts.append(first)
@@ -347,6 +349,7 @@ def draw_added(rng: random.Random) -> tuple[Arguments, Arguments]:
         "steps": steps,
         "counts": rng.choice((None, counts)),
         **draw_fills(rng, len(ids)),
+        "initial_places": rng.choice((None, whole(*places))),
     }
     moved = torch.tensor([[-1, draw_key(rng)] for _ in layout], dtype=I64).reshape(-1, 2)
     initial = draw_initial(rng, len(layout), len(state_widths(given["optimizer"], 1)))

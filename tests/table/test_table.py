@@ -211,7 +211,7 @@ def test_a_change_that_fails_leaves_the_table(change, monkeypatch):
     state, stats = table.export_state(), table.stats()
     output = make_group(table)(ids_of(5), torch.tensor([0, 1]), training=False)
 
-    def no_memory(store, rows):
+    def no_memory(store, *_):
         raise MemoryError
 
     if change == "device":

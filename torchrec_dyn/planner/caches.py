@@ -162,20 +162,7 @@ class DynamicEnumerator(EmbeddingEnumerator):
         self._sharder_params = {
             kind: getattr(sharder, "fused_params", None) for kind, sharder in by_type.items()
         }
-        sharded = [part for part in module.modules() if type(part) in by_type]
-        collections = [without_processors(part) for part in sharded]
-        kernels = {
-            name: self._kernels(name, config.storage is None)
-            for collection in collections
-            if isinstance(collection, UnshardedCollection)
-            for name, config in collection.dynamic_configs().items()
-        }
-        others = {
-            name
-            for part, collection in zip(sharded, collections, strict=True)
-            if not isinstance(collection, UnshardedCollection)
-            for name in by_type[type(part)].shardable_parameters(part)
-        }
+        kernels, others = self._kernels_of(module, by_type)
         # TorchRec enumerates and prices the kernels that constraints list, also those of a static table with
         # the name of a dynamic one.
         self._constraints = self._given | {
@@ -196,6 +183,21 @@ class DynamicEnumerator(EmbeddingEnumerator):
             if self._in_host and _is_dynamic(option) and option.compute_kernel == CACHED_ON_DEVICE:
                 self._choose(option)
         super().populate_estimates(sharding_options)
+
+    def _kernels_of(
+        self, module: nn.Module, by_type: Mapping[type, ModuleSharder[nn.Module]]
+    ) -> tuple[dict[str, list[str]], set[str]]:
+        """Returns the kernels of all dynamic tables, and the names of the other tables."""
+        kernels: dict[str, list[str]] = {}
+        others: set[str] = set()
+        for part in module.modules():
+            sharder, collection = by_type.get(type(part)), without_processors(part)
+            if sharder is not None and isinstance(collection, UnshardedCollection):
+                for name, config in collection.dynamic_configs().items():
+                    kernels[name] = self._kernels(name, config.storage is None)
+            elif sharder is not None:
+                others.update(sharder.shardable_parameters(part))
+        return kernels, others
 
     def _kernels(self, name: str, is_free: bool) -> list[str]:
         """Returns the kernels of a dynamic table; `is_free`: it has no storage of its own."""
