@@ -59,7 +59,7 @@ TORCHREC_DYN_BOTH inline int64_t age_place(uint32_t age) {
   return kAges - 1 - ((int64_t{octave} << kAgeBits) + (age >> octave));
 }
 
-// Of one table: `places` [rows], 0 or the row's frame + 1; of each frame [frames] its row or -1, and the call that used
+// Of one table: `places` [rows], the row's frame + 1, or less than 1; of each frame [frames] its row or -1, and the call that used
 // it last; the free frames, of which the first counts[kFreeFrames] count. Frames from counts[kUsedFrames] on were never
 // used. Numbers in the memory of the device are looked at before they are followed: no contents lead outside.
 struct RowCache {
@@ -81,6 +81,9 @@ struct RowCache {
 
   TORCHREC_DYN_BOTH bool has_row(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(rows); }
   TORCHREC_DYN_BOTH bool has_position(int64_t i) const { return i >= begin && i < end; }
+  // The place of a row while this call looks for its frame. That of a call which ended there, as a scan found no
+  // memory, is as good as 0.
+  TORCHREC_DYN_BOTH int32_t claim() const { return -1 - static_cast<int32_t>(now & 0x3fffffff); }
   // The frame of a row, or less than 0.
   TORCHREC_DYN_BOTH int64_t frame_of(int64_t row) const {
     const int64_t frame = simt::load(places + row) - int64_t{1};
@@ -129,7 +132,8 @@ struct FindMissing {
     if (!cache.has_position(i) || !cache.has_row(row)) return;
     if (const int64_t frame = cache.frame_of(row); frame >= 0)
       return simt::store(cache.used + frame, static_cast<int32_t>(cache.now));
-    if (simt::load(cache.places + row) != 0 || simt::atomic_cas(cache.places + row, 0, -1) != 0) return;
+    const int32_t place = simt::load(cache.places + row), claim = cache.claim();
+    if (place > 0 || place == claim || simt::atomic_cas(cache.places + row, place, claim) != place) return;
     missing[cache.begin + simt::atomic_add(&cache.plan->missing, 1)] = row;
   }
 };

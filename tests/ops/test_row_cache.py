@@ -15,6 +15,7 @@ from torchrec_dyn import ops
 
 I32, I64 = torch.int32, torch.int64
 WORD = 2**32
+LEFT = -(2**31)  # in place of a row, as by a call that had no memory to end
 BINS = 2048  # of rows, in which frames of one age leave together
 RULES = {len(state_widths(number, 8)): number for number in NUMBERS}  # by the number of states
 
@@ -79,7 +80,7 @@ class Table:
         ]
         some = torch.randint(-99, 99, (self.frames,), dtype=I32)  # frames begin as any memory
         self.cache = [
-            torch.zeros(self.rows, dtype=I32), some.long(), some, some.clone(),
+            torch.arange(self.rows, dtype=I32) % 2 * LEFT, some.long(), some, some.clone(),
             torch.zeros(4, dtype=I64),
         ]  # fmt: skip
         self.cache = [tensor.to(CUDA) for tensor in self.cache]
@@ -113,7 +114,7 @@ class Table:
     def check(self, missing, given, now):
         """Compares the cache with the model, which learns which of the missing rows found frames."""
         places, owners, used, free, counts = (tensor.cpu().tolist() for tensor in self.cache)
-        frames = {row: place - 1 for row, place in enumerate(places) if place}
+        frames = {row: place - 1 for row, place in enumerate(places) if place > 0}
         found = frames.keys() - self.used.keys()
         assert found <= missing and len(found) == given
         self.used.update(dict.fromkeys(found, now))
