@@ -142,7 +142,7 @@ def test_a_reused_row_keeps_nothing():
     assert state_widths(1, 2) == (2,)
     rows = ids_of(0, 0)
     ops.add_rows_(
-        rows, ids_of(-3, 70), [0, 2], [3], ids_of(1), [0, 1], [6], None, None, None, None,
+        rows, ids_of(-3, 70), [0, 2], [3], ids_of(1), [0, 1], [6], None, None, None, None, None,
         prepared(tables)["tables"],
     )  # fmt: skip
     assert rows.tolist() == [1, 3]
