@@ -59,9 +59,10 @@ TORCHREC_DYN_BOTH inline int64_t age_place(uint32_t age) {
   return kAges - 1 - ((int64_t{octave} << kAgeBits) + (age >> octave));
 }
 
-// Of one table: `places` [rows], the row's frame + 1, or less than 1; of each frame [frames] its row or -1, and the call that used
-// it last; the free frames, of which the first counts[kFreeFrames] count. Frames from counts[kUsedFrames] on were never
-// used. Numbers in the memory of the device are looked at before they are followed: no contents lead outside.
+// Of one table: `places` [rows], the row's frame + 1, or less than 1; of each frame [frames] its row or -1, and the
+// call that used it last; the free frames, of which the first counts[kFreeFrames] count. Frames from
+// counts[kUsedFrames] on were never used. Numbers in the memory of the device are looked at before they are followed:
+// no contents lead outside.
 struct RowCache {
   int32_t* places;
   int64_t rows;
