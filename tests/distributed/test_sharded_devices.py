@@ -144,6 +144,24 @@ def test_tables_with_policies_train_on_a_device(life, action):
     assert sum(workers.run(train_and_act, case, action, world_size=2)) > 0
 
 
+def rows_loaded_by_prefetching():
+    config = dyn.DynamicTableConfig(storage=dyn.HostMemory(16))
+    with MockDevice() as device:
+        twins = ShardedTwins(device, case_of(["row_wise"], config=config))
+        for step in range(3):
+            twins.train(step)
+        table = twins.collections[1].table("row_wise")
+        before = table.stats()["rows_loaded"]
+        prefetch(twins)
+        loaded = table.stats()["rows_loaded"] - before
+        twins.train(1)
+        return loaded
+
+
+def test_prefetching_loads_the_rows_of_the_next_batch():
+    assert max(workers.run(rows_loaded_by_prefetching, world_size=2)) > 0
+
+
 @pytest.mark.simt
 def test_rows_trained_on_the_cpu_are_copied_to_a_device():
     assert sum(workers.run(train_and_act, case_of(), None, True, world_size=2)) > 0
