@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
+from torchrec_dyn.state_dict.loading import TableLoad
 
 NAMES = ("a", "b")
 
@@ -418,6 +419,36 @@ def test_deltas_have_the_rows_that_changed_in_either_memory(device, tmp_path):
     apply_delta(former, tmp_path / "delta")
     twins.both[1] = former
     twins.compare()
+
+
+@pytest.mark.parametrize("gpu_rows", [None, 300])
+def test_rows_are_assigned_in_a_table_with_more_room_than_when_they_were_prepared(device, gpu_rows):
+    twins = Twins(device, gpu_rows)
+    twins.train(*range(40))
+    ids, rows = torch.arange(300), torch.arange(1200.0).view(300, 4)
+    for table in twins.tables():
+        shard = table.shards[0]
+        shard.erase(torch.arange(20))
+        write = shard.prepare_assign(ids, rows)
+        shard.reserve(450)  # as a step that then failed
+        write()
+    twins.compare()
+
+
+def test_optimizer_state_is_not_loaded_for_frames_of_other_rows(device, monkeypatch):
+    twins = Twins(device, 8, fused={"defer_updates": True})
+    twins.train(*range(40))
+    here = twins.both[1]
+    here(twins.batch(range(8))[1])
+    state, commit = here.fused_optimizer.state_dict(), TableLoad.commit
+
+    def after_a_batch(load):
+        here(twins.batch(range(20, 28))[1])  # of the same step, by another thread
+        commit(load)
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="expected the rows"):
+        patched.setattr(TableLoad, "commit", after_a_batch)
+        here.fused_optimizer.load_state_dict(state)
 
 
 def test_replicas_merge_rows_of_either_memory(device):

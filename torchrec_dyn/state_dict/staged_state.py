@@ -108,11 +108,17 @@ class StagedState:
         with turn_of(table):
             shards = map(self._with_state, table.shards, present)
             changes = [*map(replace, table.shards, shards)]
+            calls = _calls(table)
 
         def take() -> None:
             with turn_of(table):
                 for rows in present:
                     rows.check_unchanged()  # by another thread
+                if _calls(table) != calls:
+                    raise RuntimeError(
+                        f"{table.where}: expected the rows in the GPU's memory to stay while optimizer state "
+                        "is loaded, got a training forward of another thread. Load it between two steps."
+                    )
                 with commit(table):
                     for change in changes:
                         change()
@@ -140,3 +146,8 @@ class StagedState:
         if shard.life is not None:
             result.life = shard.life.caught_up(result.step, high)
         return result
+
+
+def _calls(table: Table) -> list[int]:
+    """Returns numbers that change when rows of a table get frames."""
+    return [cache.calls for shard in table.shards if (cache := shard.weights.cache) is not None]

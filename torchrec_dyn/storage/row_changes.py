@@ -80,6 +80,7 @@ class RowChange:
         new_rows: [M] int64, the rows of the new ids after the commit.
         sizes: number of the new ids of each table that gets some.
         lost: rows of the removed ids, by table.
+        handle: of the tables as the commit finds them, which may have more room than at the preparation.
         removes, adds: arguments of `ops.remove_rows_` and `ops.add_rows_`, without the tables; of adds also
             without `initial_places`.
         initial_places: [M] int64, where initial rows are written, if not to the rows.
@@ -98,7 +99,7 @@ class RowChange:
         self.removed = removed = removed._replace(sizes=_counted(removed.sizes))
         self.sizes = _counted(added.sizes)
         self.new_rows = torch.empty_like(added.ids) if self.sizes else added.ids
-        self._tables, self._handle = tables, handle
+        self._tables, self.handle = tables, handle
         self.lost = parts_of(removed.rows, removed.sizes)
         self._taken = {
             t: tables[t].row_numbers.prepare(self.sizes.get(t, 0), self.lost.get(t))
@@ -139,9 +140,9 @@ class RowChange:
     def write(self) -> None:
         """Runs the ops of a commit."""
         if self.lost:
-            ops.remove_rows_(*self.removes, self._handle)
+            ops.remove_rows_(*self.removes, self.handle)
         if self.sizes:
-            ops.add_rows_(*self.adds, self.initial_places, self._handle)
+            ops.add_rows_(*self.adds, self.initial_places, self.handle)
 
     def note(self) -> None:
         """Notes what ops have written, in the commit."""
@@ -157,7 +158,7 @@ class RowChange:
         """Returns a call that undoes a commit that comes next, or a part of it; nothing is added."""
         (ids, rows, _), sizes = self.removes, self.removed.sizes
         offsets = offsets_of(sizes, len(self.removes[2]) - 1)
-        scores = ops.read_scores(rows, offsets, self._handle)
+        scores = ops.read_scores(rows, offsets, self.handle)
         renumber = [self._tables[t].row_numbers.undo() for t in self.lost]
         maps = {t: self._tables[t].id_map for t in self.lost}
         counts = {t: id_map.num_ids for t, id_map in maps.items()}
@@ -168,7 +169,7 @@ class RowChange:
                 missing = (id_map.lookup(ids_of[t]) < 0).nonzero().flatten()
                 id_map.insert(ids_of[t][missing], self.lost[t][missing])
                 id_map.num_ids = counts[t]
-            ops.write_scores_(rows, offsets, *scores, self._handle)
+            ops.write_scores_(rows, offsets, *scores, self.handle)
             for put_back in renumber:
                 put_back()
 

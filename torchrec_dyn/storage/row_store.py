@@ -95,8 +95,9 @@ class RowStore:
         frames = RowStore(self.columns, self.shift, self.dtype, self.device)
         frames.reserve(cache.frames)
         if cache.is_used:
-            places, rows = cache.owners()
-            frames.write(places, self.read(rows))
+            most = max(1, knobs.CROSSING_BYTES // self.row_bytes)
+            for places, rows in zip(*(part.split(most) for part in cache.owners()), strict=True):
+                frames.write(places, self.read(rows))
         self.frames, self.cache = frames, cache
 
     def empty(self, columns: int | None = None, dtype: torch.dtype | None = None) -> RowStore:

@@ -184,6 +184,7 @@ class TableChange:
 
     def commit(self) -> None:
         """Removes the ids and frees their rows; writes the new rows and gives them to their ids."""
+        self.rows.handle = self._prepared.get()
         self.place(are_of_batch=False)
         self.rows.write()
         self.note()
