@@ -297,6 +297,30 @@ def test_a_step_that_fails_leaves_the_rows_of_ids_that_it_would_have_evicted(
     twins.compare()
 
 
+def test_a_step_that_fails_leaves_the_rows_of_ids_that_it_would_have_expired(device, monkeypatch):
+    twins = Twins(device, 10, limit=100, eviction=dyn.ExpireAfter(steps=4))
+    for first in (0, 12, 24, 36, 48):
+        twins.train(*range(first, first + 12))
+    removed, commit = [], ops.remove_rows_
+
+    def remove(ids, *arguments):
+        removed.append(len(ids))
+        commit(ids, *arguments)
+
+    def failed(*_):
+        raise MemoryError("commit_step_: expected memory")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(ops, "remove_rows_", remove)
+        patched.setattr(ops, "commit_step_", failed)
+        twins.both[1](twins.batch(range(100, 106))[1])  # rows of 0 to 11
+    assert removed == [12]
+    twins.compare()
+    twins.train(*range(100, 106))
+    twins.train(*range(12))
+    twins.compare()
+
+
 def test_without_memory_for_frames_the_present_ones_stay(device, monkeypatch):
     monkeypatch.setattr(knobs, "PAGE_BYTES", 512)  # the words of 60 frames are on one page
     grow = ops.grow_block

@@ -171,14 +171,15 @@ class TableChange:
     def place(self, are_of_batch: bool) -> None:
         """Finds where the initial rows are written, for a commit before any other call on the tables.
 
-        Rows of a batch get frames of caches. Rows of removed ids are loaded: without a commit they keep them.
+        Rows of a batch get frames of caches. Rows that had other ids are loaded: without a commit ids that
+        were evicted, or expired before the change, get them back.
         """
         if self._is_placed:
             return
         rows = self.rows.numbers()
         offsets = offsets_of(self.rows.sizes, len(self._prepared.tables))
         if are_of_batch:
-            self._prepared.cache_rows(rows, offsets, is_new=True, loads=bool(self.rows.lost))
+            self._prepared.cache_rows(rows, offsets, is_new=True, loads=self.rows.reuses)
         self.rows.initial_places = self._prepared.places(rows, offsets)
         self._is_placed = True
 
