@@ -121,6 +121,7 @@ class _LifeStep:
         self._living = trained.living
         self._tables = trained.tables
         self._rows_before: dict[int, int] = {}  # rows of tables before the step
+        self._expires = False  # True if ids have lost their rows
         self._counted: list[tuple[TableShard, str, int]] = []  # for `stats`
         # Of the new ids, with what their rows begin to count with; None if there are no new ids.
         self._admitted: Admitted | None = None
@@ -177,6 +178,7 @@ class _LifeStep:
             for t, counters in counting.items()
         }
         counters = self._expired(limits, self._living.counters.get())
+        self._expires = bool(rows.sizes)
         if rows.sizes:
             removal = TableChange(tables, trained.prepared, rows, cause="evicted_expired")
             written.on_error(removal.undo())
@@ -370,7 +372,7 @@ class _LifeStep:
         sizes = admitted.sizes(ADMITTED)
         added = fresh(self._tables, admitted.ids, sizes, admitted.counts, fills)
         rows = TableChange(self._tables, prepared, evicted, added, "evicted_full")
-        rows.place(are_of_batch=True)
+        rows.place(are_of_batch=True, loads=self._expires or evicted is not None)
         if not living.numbers:
             return rows.rows.write, rows.note
         steps = {t: self._tables[t].next_step for t in living.counting}

@@ -83,7 +83,6 @@ class RowChange:
         handle: of the tables as the commit finds them, which may have more room than at the preparation.
         removes, adds: arguments of `ops.remove_rows_` and `ops.add_rows_`, without the tables; of adds also
             without `initial_places`.
-        reuses: True if some new ids get rows that had other ids.
         initial_places: [M] int64, where initial rows are written, if not to the rows.
     """
 
@@ -115,7 +114,6 @@ class RowChange:
             *(added.fills or (None, None, None)),
         )  # fmt: skip
         self.initial_places: Tensor | None = None
-        self.reuses = any(reused.values())
 
     def numbers(self) -> Tensor:
         """Returns the rows that the new ids will get, [M] int64, before the commit writes `new_rows`."""

@@ -168,18 +168,18 @@ class TableChange:
             if waiting is not None:
                 self._drops.append(waiting.removal(ids_of[t]))
 
-    def place(self, are_of_batch: bool) -> None:
+    def place(self, are_of_batch: bool, loads: bool = False) -> None:
         """Finds where the initial rows are written, for a commit before any other call on the tables.
 
-        Rows of a batch get frames of caches. Rows that had other ids are loaded: without a commit ids that
-        were evicted, or expired before the change, get them back.
+        Rows of a batch get frames of caches. If the step removes ids they are loaded (`loads`): without a
+        commit these ids get their rows back.
         """
         if self._is_placed:
             return
         rows = self.rows.numbers()
         offsets = offsets_of(self.rows.sizes, len(self._prepared.tables))
         if are_of_batch:
-            self._prepared.cache_rows(rows, offsets, is_new=True, loads=self.rows.reuses)
+            self._prepared.cache_rows(rows, offsets, is_new=True, loads=loads)
         self.rows.initial_places = self._prepared.places(rows, offsets)
         self._is_placed = True
 
