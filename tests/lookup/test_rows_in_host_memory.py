@@ -321,6 +321,22 @@ def test_a_step_that_fails_leaves_the_rows_of_ids_that_it_would_have_expired(dev
     twins.compare()
 
 
+def test_optimizer_state_is_loaded_after_a_first_step_that_failed(device, monkeypatch):
+    twins = Twins(device, 20, **POLICIES["LRU"])
+
+    def failed(*_):
+        raise MemoryError("commit_step_: expected memory")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(ops, "commit_step_", failed)
+        twins.both[1](twins.batch(range(8))[1])
+    Edits.load_optimizer(twins)  # of no rows, while frames are those of rows to come
+    twins.compare()
+    twins.train(*range(30))
+    twins.train(*range(30))
+    twins.compare()
+
+
 def test_without_memory_for_frames_the_present_ones_stay(device, monkeypatch):
     monkeypatch.setattr(knobs, "PAGE_BYTES", 512)  # the words of 60 frames are on one page
     grow = ops.grow_block
