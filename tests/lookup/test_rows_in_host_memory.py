@@ -450,6 +450,14 @@ def test_edits_between_steps(device, edit):
         twins.compare()
 
 
+def test_a_copy_takes_no_memory_of_the_gpu_for_all_rows(device):
+    twins = Twins(device, 12)
+    twins.train(*range(40))
+    state = twins.tables()[1].shards[0].__getstate__()["state"]
+    assert state["ids"].device == CUDA  # where the copy is
+    assert all(state[name].is_cpu for name in ("weight", "momentum1", "momentum2"))
+
+
 def test_deltas_have_the_rows_that_changed_in_either_memory(device, tmp_path):
     twins = Twins(device, 12)
     twins.train(*range(40))
