@@ -321,6 +321,22 @@ def test_a_step_that_fails_leaves_the_rows_of_ids_that_it_would_have_expired(dev
     twins.compare()
 
 
+def test_optimizer_state_is_loaded_after_a_first_step_that_failed(device, monkeypatch):
+    twins = Twins(device, 20, **POLICIES["LRU"])
+
+    def failed(*_):
+        raise MemoryError("commit_step_: expected memory")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(ops, "commit_step_", failed)
+        twins.both[1](twins.batch(range(8))[1])
+    Edits.load_optimizer(twins)  # of no rows, while frames are those of rows to come
+    twins.compare()
+    twins.train(*range(30))
+    twins.train(*range(30))
+    twins.compare()
+
+
 def test_without_memory_for_frames_the_present_ones_stay(device, monkeypatch):
     monkeypatch.setattr(knobs, "PAGE_BYTES", 512)  # the words of 60 frames are on one page
     grow = ops.grow_block
@@ -432,6 +448,14 @@ def test_edits_between_steps(device, edit):
         twins.compare()
         twins.train(*skewed(draw, 16, 60))
         twins.compare()
+
+
+def test_a_copy_takes_no_memory_of_the_gpu_for_all_rows(device):
+    twins = Twins(device, 12)
+    twins.train(*range(40))
+    state = twins.tables()[1].shards[0].__getstate__()["state"]
+    assert state["ids"].device == CUDA  # where the copy is
+    assert all(state[name].is_cpu for name in ("weight", "momentum1", "momentum2"))
 
 
 def test_deltas_have_the_rows_that_changed_in_either_memory(device, tmp_path):

@@ -261,7 +261,7 @@ def test_without_host_memory_blocks_stay_where_they_are():
     error, same = call(limited_host_memory)
     assert error == (
         "RowStore: expected 1048576 more bytes of host memory for cuda:0, got none; no row has "
-        "changed. Free memory, let it lock more memory, or use smaller tables."
+        "changed. Free memory, let the process lock more memory, or use smaller tables."
     )
     assert same
 

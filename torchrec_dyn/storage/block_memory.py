@@ -80,7 +80,8 @@ def host_block(rows: int, columns: int, dtype: torch.dtype, device: torch.device
     except MemoryError:
         raise MemoryError(
             f"RowStore: expected {rows * columns * dtype.itemsize} more bytes of host memory for {device}, "
-            "got none; no row has changed. Free memory, let it lock more memory, or use smaller tables."
+            "got none; no row has changed. Free memory, let the process lock more memory, or use smaller "
+            "tables."
         ) from None
 
 

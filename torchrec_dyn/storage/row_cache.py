@@ -71,11 +71,11 @@ class RowCache:
         of_frames = (self._owners, self._used, self._free)
         return [self._places[:rows], *(tensor[: self.frames] for tensor in of_frames), self._counts]
 
-    def owners(self) -> tuple[Tensor, Tensor]:
-        """Returns the frames in use, and the row in each: both [M] int64."""
+    def owners(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Returns the frames of rows below `rows`, and the row in each: both [M] int64."""
         used = int(self._counts[1])
         owners = self._owners[:used].flatten()
-        frames = (owners >= 0).nonzero().flatten()
+        frames = ((owners >= 0) & (owners < rows)).nonzero().flatten()
         return frames, owners[frames]
 
     def take_counts(self) -> dict[str, int]:

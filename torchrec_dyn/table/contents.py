@@ -68,18 +68,29 @@ def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool
 
 
 def read_state(table: TableArrays) -> dict[str, Tensor]:
-    """Returns a copy of the contents in canonical order, on the device of the table.
+    """Returns a copy of the contents in canonical order, on the device of the table or of its rows.
 
     "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and the tensors
     of `RowLife.export` for a table with a life.
     """
     ids, rows = table.id_map.contents()
-    state = {"ids": ids, "weight": table.weights.read(rows)}
+    state = {"ids": ids, "weight": _whole(table.weights, rows)}
     for named in named_states(table):
-        values = named.store.read(rows)
+        values = _whole(named.store, rows)
         state[named.name] = values.flatten() if named.is_rowwise else values
     state["step"] = torch.tensor(table.step, device="cpu")
     return state if table.life is None else state | table.life.export(rows)
+
+
+def _whole(store: RowStore, rows: Tensor) -> Tensor:
+    """Returns rows [R] int64, [R, columns]: on the host, in pieces, if a GPU may have no memory for all."""
+    if not store.on_host:
+        return store.read(rows)
+    whole = torch.empty(len(rows), store.columns, dtype=store.dtype, device="cpu")
+    most = max(1, knobs.CROSSING_BYTES // store.row_bytes)
+    for some, own in zip(rows.split(most), whole.split(most), strict=True):
+        own.copy_(store.read(some))
+    return whole
 
 
 @locked
