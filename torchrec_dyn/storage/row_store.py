@@ -96,9 +96,7 @@ class RowStore:
         frames.reserve(cache.frames)
         if cache.is_used:
             most = max(1, knobs.CROSSING_BYTES // self.row_bytes)
-            owners = cache.owners(
-                self.capacity
-            )  # a step that failed has given frames to rows to come
+            owners = cache.owners(self.capacity)  # a step that failed gave frames to rows to come
             for places, rows in zip(*(part.split(most) for part in owners), strict=True):
                 frames.write(places, self.read(rows))
         self.frames, self.cache = frames, cache
