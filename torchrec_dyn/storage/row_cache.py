@@ -38,9 +38,8 @@ class RowCache:
         self._owners = torch.empty(0, 1, dtype=torch.int64, device=device)
         self._used = torch.empty(0, 1, dtype=torch.int32, device=device)
         self._free = torch.empty(0, 1, dtype=torch.int32, device=device)
-        with torch.inference_mode(
-            False
-        ):  # sent from the host, which waits: any stream may use them
+        # Sent from the host, which waits: any stream may use them.
+        with torch.inference_mode(False):
             self._counts = torch.zeros(4, dtype=torch.int64, device="cpu").to(device)
 
     @lasting

@@ -55,11 +55,8 @@ def present_gpu(device: torch.device | str) -> torch.device:
         return place
     try:
         return torch.empty(0, device=place).device
-    except (
-        RuntimeError,
-        AssertionError,
-    ):  # tables say what is missing when they make their first row
-        return place
+    except (RuntimeError, AssertionError):
+        return place  # tables say what is missing when they make their first row
 
 
 def check_storage(
