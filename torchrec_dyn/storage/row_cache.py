@@ -100,9 +100,6 @@ class CachedTables:
             for tensor in cache.tensors(base)
         ]
 
-    def __bool__(self) -> bool:
-        return bool(self._caches)
-
     def _layout(self) -> Tensor:
         lines = [
             (t, cache.calls, base)

@@ -37,6 +37,7 @@ class PreparedTables:
 
     Attributes:
         tables: in the order of the ops.
+        has_caches: True if rows of a table are in frames: ops that read or write rows take their `places`.
     """
 
     def __init__(self, tables: Sequence[TableArrays], frozen: Collection[int] = ()) -> None:
@@ -45,6 +46,7 @@ class PreparedTables:
         self._tokens: tuple[object, object] = (None, None)
         self._handle = torch.empty(0, device="cpu")
         self._cached = CachedTables({}, [])
+        self.has_caches = any(table.weights.cache is not None for table in tables)
         self._rows: TableBlocks
         self._states: list[Tensor]
         self._scores: TableBlocks
@@ -72,12 +74,6 @@ class PreparedTables:
         self.get()
         return self._rows
 
-    @property
-    def has_caches(self) -> bool:
-        """True if rows of a table are in frames: ops that read or write rows take their `places`."""
-        self.get()
-        return bool(self._cached)
-
     def cache_rows(
         self, rows: Tensor, table_offsets: Tensor, is_new: bool = False, loads: bool = True
     ) -> None:
@@ -87,7 +83,10 @@ class PreparedTables:
 
     def places(self, rows: Tensor, table_offsets: Tensor) -> Tensor:
         """Returns where the rows of a batch are, as ops take rows: `CachedTables.places`."""
-        return self._cached.places(rows, table_offsets) if self.has_caches else rows
+        if not self.has_caches:
+            return rows
+        self.get()
+        return self._cached.places(rows, table_offsets)
 
     def _prepare(self, blocks: object) -> None:
         # Slots of a map that grows move in most steps, but blocks do not change.
