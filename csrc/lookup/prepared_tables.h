@@ -135,8 +135,7 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
 }
 
 // initial [T, 4]: kind, key, first column, and the sum of 1 if ids without a row read as initial rows, and 2 if they
-// get no rows; parameters [T, 6]. states: the number in each state of the
-// optimizer.
+// get no rows; parameters [T, 6]. states: the number in each state of the optimizer.
 inline void read_initial(const char* op, PreparedTables& tables, const Tensor& initial, const Tensor& parameters,
                          const std::vector<double>& states) {
   const auto count = static_cast<int64_t>(tables.count());

@@ -512,6 +512,14 @@ def test_replicas_merge_rows_of_either_memory(device):
         one.compare()
 
 
+@pytest.mark.parametrize("gpu_rows", [0, -1, 2.0, True, None])
+def test_frames_are_a_positive_number(gpu_rows):
+    with pytest.raises(
+        ValueError, match=r"^HostMemory\.gpu_rows: expected at least 1, got .*\. Give"
+    ):
+        dyn.HostMemory(gpu_rows)
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_history_has_the_bits_of_the_cpu(data):

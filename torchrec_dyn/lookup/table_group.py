@@ -533,12 +533,17 @@ class TableGroup:
         Computed from the present rows: in a pipeline another batch may have updated them.
         """
         initial_ids = forward.ids if lists.shows_initial else None
-        table_offsets = self._bag_layout.offsets_of_tables(forward.begins)
-        rows = lists.prepared.places(forward.shown, table_offsets)
+        rows = self._places(lists, forward, forward.shown)
         return ops.weights_grad_prepared(
             grad, rows, initial_ids, forward.offsets, forward.bags.segments,
             lists.prepared.get(), self.is_mean,
         )  # fmt: skip
+
+    def _places(self, lists: TableLists, forward: Forward, rows: Tensor) -> Tensor:
+        """Returns where rows [N] of a forward are now; the same tensor if no table is in host memory."""
+        if not lists.prepared.has_caches:
+            return rows
+        return lists.prepared.places(rows, self._bag_layout.offsets_of_tables(forward.begins))
 
     @locked
     @changes
@@ -647,12 +652,10 @@ class TableGroup:
         if self.tables[0].optimizer.own is not None:
             self._write_by_rule(Update(forward, grad, weights), lists)
             return
-        rows = forward.rows
+        rows = self._places(lists, forward, forward.rows)
         marks: tuple[Sequence[Tensor], Tensor | None] = (), None
-        if lists.prepared.has_caches:
-            rows = lists.prepared.places(rows, self._bag_layout.offsets_of_tables(forward.begins))
-            if lists.has_changes:  # rows are marked by their numbers
-                note_changed(*self._changed(forward))
+        if lists.has_changes and rows is not forward.rows:  # rows are marked by their numbers
+            note_changed(*self._changed(forward))
         elif lists.has_changes:
             marks = note_update(*self._changed(forward))
         # Where nothing is rounded the ids are not read.
